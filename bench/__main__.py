@@ -1,7 +1,5 @@
 """Measure: `python -m bench NAME...` in a checkout; `make bench ARGS="NAME..."` does that."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import signal

@@ -6,8 +6,6 @@ on the member that waited longest. The youngest and the oldest leave alternately
 included. With a large model on few processors that step is most of the figure, so the note tells its length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from bench.rows import Row, Settings, at, named, ours, progress, worlds

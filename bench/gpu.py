@@ -4,8 +4,6 @@ python -m bench.gpu --out gpu.json            # what `make bench-gpu` does
 python -m bench.gpu --device fake             # tries this on the tests' stand-in: no figure means anything
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

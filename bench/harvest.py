@@ -5,8 +5,6 @@ about jobs and nodes is all that the figures are made of, but for who trains: th
 *Usable* holes (`fallow.demo.holes`) are longer than a start-up: in a shorter one no training can begin.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

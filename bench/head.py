@@ -11,8 +11,6 @@ from a poll is decided by the head's own code in virtual time (`fallow.sim`), on
 seven in ten nodes used by others, while runs take the idle nodes one after the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """Play the agents of many nodes towards a real head. They say what real agents say, at once, and compute nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What a benchmark is asked for, and the rows that it returns."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

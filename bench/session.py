@@ -1,7 +1,5 @@
 """Train under a private head on this machine, as `fallow local` does, and read what came of it."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

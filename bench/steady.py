@@ -5,8 +5,6 @@ same processes (`training`), in several trainings one after the other: where a t
 its steps. The note tells the 95 % confidence interval, and the ratio of two DDP arms (A/A), which is 1 but for noise.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

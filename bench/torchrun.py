@@ -5,8 +5,6 @@ of a node, default time limits; its script goes on from a checkpoint of every 20
 stands still around the change (`session.standstill`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -9,8 +9,6 @@ so meets all three. Ours is built and compiled between the two: of equal compile
 than the one before it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -4,8 +4,6 @@ On the processor a sample has 16 bytes, so that a step is short beside the state
 membership changes on a device, weights are bfloat16 and AdamW works in float32 (`MixedAdamW`).
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -4,8 +4,6 @@ Its workers are puppets: small processes that speak with their agent over the in
 that an order brings in `noted`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

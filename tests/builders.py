@@ -3,8 +3,6 @@
 A test names what matters to it, the rest is usual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

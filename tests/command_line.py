@@ -1,7 +1,5 @@
 """A prompt: commands typed in this process and what they print, and batch scripts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Values at and beyond the ends of a type, derived from the type itself."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import typing

@@ -1,7 +1,5 @@
 """A head with its store, sockets and tasks, in the test's own process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

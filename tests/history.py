@@ -1,7 +1,5 @@
 """What must hold of every run's history, told from its event log alone."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What a machine lacks that a test needs."""
 
-from __future__ import annotations
-
 import os
 from typing import NoReturn
 

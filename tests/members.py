@@ -1,7 +1,5 @@
 """A world of members in threads of one process, over gloo, for tests of what they sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What tests of our needs and those of others share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ link between two nodes leads through the hub, where it can be cut: packets vanis
 and nobody is told. A node's own link can be made slow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

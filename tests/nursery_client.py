@@ -1,7 +1,5 @@
 """The tests' end of the nursery, see `elastic/nursery.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

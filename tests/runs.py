@@ -4,8 +4,6 @@ The machines are the real ones. A played node keeps its newest report and has ob
 says otherwise. So a test brings a run into a state as nodes would, and looks at what the head makes of it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

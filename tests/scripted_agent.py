@@ -1,7 +1,5 @@
 """The agent's end of a worker's session, in the same process: it says what the test says, and keeps what it is told."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -54,7 +52,7 @@ class Agent:
         self.say(News(term=1))
         self.session.open()
 
-    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> Agent:
+    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> "Agent":
         self._on_message = on_message
         return self
 

@@ -5,8 +5,6 @@ counts its waits in a generation, which are the same on all. A `Break` names one
 well: so each way in which a loss can reach the members can be forced exactly.
 """
 
-from __future__ import annotations
-
 import string
 import threading
 from collections.abc import Callable, Collection, Sequence

@@ -4,8 +4,6 @@ What jobs do is the engine's: `slurm.engine` takes jobs of others, and ends or h
 cluster, or would be wrong in a simulation: calls that fail, and what polls show beside the truth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import inf
 

@@ -1,7 +1,5 @@
 """A run of members in threads, whose memberships follow each other as a test says; see `scripted_group`."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
@@ -38,7 +36,7 @@ class ScriptedSession:
 
     is_main = False
 
-    def __init__(self, worker: str, world: World, setup: Setup) -> None:
+    def __init__(self, worker: str, world: "World", setup: Setup) -> None:
         self.worker, self.setup, self._world = worker, setup, world
         self.progress, self.news = Progress(), HeadNews()
         self.facts: dict[str, list[Any]] = {}
@@ -83,7 +81,7 @@ class ScriptedSession:
 class _Orders(Orders):
     """Of a head that plans as the test says."""
 
-    def __init__(self, session: ScriptedSession, world: World) -> None:
+    def __init__(self, session: ScriptedSession, world: "World") -> None:
         super().__init__(0, 0)
         self._session, self._world = session, world
 

@@ -1,7 +1,5 @@
 """Small clusters, jobs and runs for tests that play them on the simulated Slurm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

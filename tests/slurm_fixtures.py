@@ -1,7 +1,5 @@
 """Fixtures over the testbed, for every test that needs a real Slurm."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """The head's Slurm side without processes: on a scripted cluster, or with polls that a test makes up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

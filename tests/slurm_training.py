@@ -1,7 +1,5 @@
 """Runs that tests submit to a real Slurm: what becomes of them, and what must hold at the end of each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

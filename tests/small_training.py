@@ -1,7 +1,5 @@
 """Small trainings for tests of the loop, and the same ones in plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +103,7 @@ class Script:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.loader: Any = DataLoader(points(), batch_size)
 
-    def prepare(self, *others: Any, optimizer: bool = True, reproducible: bool = False) -> Script:
+    def prepare(self, *others: Any, optimizer: bool = True, reproducible: bool = False) -> "Script":
         """Prepare the script's objects and further ones."""
         things = [self.model, *([self.optimizer] if optimizer else []), *others, self.loader]
         found = self.run.prepare(*things, global_batch=GLOBAL_BATCH, reproducible=reproducible)

@@ -1,7 +1,5 @@
 """Conversations of a head with agents that a test plays: without sockets, with the real turns and machines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -45,7 +43,7 @@ class Talk:
         "peers that nothing reaches"
         self._played: dict[str, Played] = {}
 
-    def play(self, run: Run, allocation: Allocation, host: str = "h1", **more: Any) -> Played:
+    def play(self, run: Run, allocation: Allocation, host: str = "h1", **more: Any) -> "Played":
         """An agent that has said nothing yet; `more`: fields of its hello."""
         played = Played(self, run.id, allocation, hello(allocation, host, **more))
         self._played[agent_peer(allocation, host)] = played
@@ -136,23 +134,23 @@ class Played:
         """The answer to its last heartbeat."""
         return self.only(News)
 
-    def say(self, message: FromAgent) -> Played:
+    def say(self, message: FromAgent) -> "Played":
         """Any message."""
         self.heard.clear()
         self._talk.hear(self.peer, message)
         return self
 
-    def greet(self, **more: Any) -> Played:
+    def greet(self, **more: Any) -> "Played":
         """Introduce itself; `more`: fields that differ from before."""
         self.hello = msgspec.structs.replace(self.hello, **more)
         return self.say(self.hello)
 
-    def start_again(self, boot: int) -> Played:
+    def start_again(self, boot: int) -> "Played":
         """Its workers are started anew, as that start of them."""
         self.report = self.order = None
         return self.greet(boot=boot, node=0)
 
-    def beat(self, *, warned: int = 0, progress: Progress = Progress(), brief: bool = False, **what: Any) -> Played:
+    def beat(self, *, warned: int = 0, progress: Progress = Progress(), brief: bool = False, **what: Any) -> "Played":
         """Report as before, but for `what`."""
         return self.say(msgspec.structs.replace(self.next_beat(warned=warned, progress=progress, **what), brief=brief))
 
@@ -166,15 +164,15 @@ class Played:
         self.report = msgspec.structs.replace(self.report, **{**told, **what})
         return Beat(report=self.report, progress=progress, warned=warned)
 
-    def idle(self) -> Played:
+    def idle(self) -> "Played":
         """A heartbeat without workers."""
         return self.say(Beat())
 
-    def end(self, code: int | None = 0, **more: Any) -> Played:
+    def end(self, code: int | None = 0, **more: Any) -> "Played":
         """All its workers have ended."""
         return self.say(Ended(node=self.node, boot=self.hello.boot, code=code, **more))
 
-    def leave(self, code: int = 0) -> Played:
+    def leave(self, code: int = 0) -> "Played":
         """It ends."""
         return self.say(Left(code=code))
 

@@ -1,7 +1,5 @@
 """What the head shows and reports, with values that a test need not care about. Arguments replace them."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import msgspec

@@ -1,7 +1,5 @@
 """Waits for conditions, each with a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Draws `fallow top` on its make-believe cluster, for the README. `make picture` writes docs/images/top.svg."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -3,8 +3,6 @@
 A setting's description is the text below its field in fallow/config.py; a command's is what its `--help` says.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

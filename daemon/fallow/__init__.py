@@ -3,8 +3,6 @@
 `import fallow` is cheap: torch, zmq and redis are imported when they are first needed.
 """
 
-from __future__ import annotations
-
 import os
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """The command line: `fallow`, `python -m fallow`."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -7,8 +7,6 @@ docs/settings.md is made from the texts below the fields (`make reference`). "No
 default means.
 """
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import math

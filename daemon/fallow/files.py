@@ -5,8 +5,6 @@ read or written before `lstat` says that it is ours and closed to others, files 
 links, and writes are atomic and durable (temporary file, fsync, rename, fsync of the folder).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -102,7 +100,7 @@ class RunPaths:
         """Of a job that the head submitted."""
         return self.logs / f"{check_id(token)}.out"
 
-    def create(self) -> RunPaths:
+    def create(self) -> "RunPaths":
         """Make the run's folders (private) where they are missing."""
         for folder in (self.root, self.keys, self.logs, self.checkpoints, self.ledger):
             private_dir(folder)
@@ -122,7 +120,7 @@ class Paths:
         "the newest head's configuration, with which a stand-in head serves"
 
     @classmethod
-    def default(cls, environ: Mapping[str, str] = os.environ) -> Paths:
+    def default(cls, environ: Mapping[str, str] = os.environ) -> "Paths":
         """The paths that the environment asks for. Makes nothing; call `create` before use."""
         base = environ.get("XDG_STATE_HOME") or "~/.local/state"
         given = Path(environ.get("FALLOW_STATE_DIR") or f"{base}/fallow")
@@ -133,7 +131,7 @@ class Paths:
             raise FallowError(text, Exit.CONFIG) from error
         return cls(state=state, runtime=_default_runtime(state, environ))
 
-    def create(self) -> Paths:
+    def create(self) -> "Paths":
         """Make the folders (private) where they are missing and check those that exist."""
         for folder in (self.state, self.redis_dir, self.runs, self.runtime):
             private_dir(folder)

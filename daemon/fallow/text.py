@@ -7,8 +7,6 @@ overrides make one command look like another. Here each such character becomes v
 wrote to a terminal, with colours and progress bars. JSON goes through `harmless_json`, which changes no value.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 `load` makes the device known to this process, for good. So tests load it in processes of their own (`crew.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

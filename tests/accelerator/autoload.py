@@ -2,8 +2,6 @@
 group `torch.backends`): so programs can be tried on it that know nothing of it.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Compiles the device once per machine, torch version and source."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -6,8 +6,6 @@ events complete, and `get_error` tells. Each collective is compared between the 
 an error and not a hang.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import threading
@@ -36,7 +34,7 @@ _FINGERPRINT_BYTES = 192
 
 Tensors = Sequence[torch.Tensor]
 Exchange = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 _exiting = threading.Event()
 
 
@@ -50,7 +48,7 @@ def register() -> None:
     atexit.register(end_all)
 
 
-def communicators() -> list[Communicator]:
+def communicators() -> "list[Communicator]":
     """All that are in use, oldest first."""
     return sorted(_alive, key=lambda c: c.stream.stream_id)
 

@@ -1,7 +1,5 @@
 """Tests of the fake accelerator itself: they run on it, whatever the tests of the engine run on (tests/gpu)."""
 
-from __future__ import annotations
-
 from gpu.crew import Member, decorators
 from gpu.device import DEVICES
 

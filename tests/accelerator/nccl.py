@@ -12,8 +12,6 @@ otherwise than a registered backend (torch 2.13, `ProcessGroupNCCL.cpp`):
 - What is launched before it is connected waits in the host, which a step must not. Here it is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -3,8 +3,6 @@
 A rule that can be broken unseen is not tested by what passes here. Where none is broken, nothing may be found.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """The mistakes of README.md are found, and what is none is not; for the rest see `test_engine_faults`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What torch looks up in Python about a device: the module `torch.fake`, and autocast."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Callable, Sequence
@@ -23,14 +21,14 @@ _FLOAT32 = (
 class Stream(torch.Stream):
     """`torch.Stream` on the device."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> Stream:
+    def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> "Stream":
         return super().__new__(cls, **known) if known else super().__new__(cls, device="fake:0", priority=priority)
 
 
 class Event(torch.Event):
     """`torch.Event` on the device."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
         return super().__new__(cls, device="fake:0", enable_timing=enable_timing)
 
 

@@ -1,7 +1,5 @@
 """The agent of a node against a scripted head: real ZeroMQ, real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -1,7 +1,5 @@
 """Workers that are started and watched, without a head."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Both ends of the control socket, over a real one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What a head notes besides its runs' newest state is there for the next one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -6,8 +6,6 @@ Run as a script, this module adds what is new of today's. Nothing there is ever 
     PYTHONPATH=daemon:tests python tests/contract/test_golden.py
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

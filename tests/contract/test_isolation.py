@@ -1,7 +1,5 @@
 """One bad input costs that input, at worst its run: the head and its other runs go on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Extremes of every type at every boundary, and the head and its other runs go on."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import typing

@@ -3,8 +3,6 @@
 Only what needs processes of its own is here; single commands are tried in `tests/unit/cli`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

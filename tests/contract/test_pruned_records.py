@@ -1,7 +1,5 @@
 """Records of ended runs go, and what they used stays known: in memory and in the store."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +41,7 @@ class Desk:
         self.book: Book
         self.pruning: Pruning
 
-    async def __aenter__(self) -> Desk:
+    async def __aenter__(self) -> "Desk":
         """Begin as a new head."""
         self.durable = Durable(self.paths, None)
         await self.durable.open()

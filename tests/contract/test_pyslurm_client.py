@@ -1,7 +1,5 @@
 """Polls through pyslurm, with a stub in pyslurm's place: what is left to the commands, and when."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

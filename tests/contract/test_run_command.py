@@ -1,7 +1,5 @@
 """`fallow run` in an allocation, with a scripted srun and scancel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

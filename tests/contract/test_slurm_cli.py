@@ -1,7 +1,5 @@
 """What only a real Slurm can show: hung daemons, hostile names, the environment of a job."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

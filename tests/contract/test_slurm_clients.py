@@ -1,7 +1,5 @@
 """What holds for every `SlurmClient`: the same tests on a real Slurm, by commands and by pyslurm, and simulated."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass

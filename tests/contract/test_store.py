@@ -3,8 +3,6 @@
 The private server is closed to others, never two on one file, and gone with its head.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """torchrun's rendezvous backend against the real membership machine and gathers, torchrun's agents as threads."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading
@@ -60,7 +58,7 @@ class Head:
     def apply(self, event: ev.Event) -> None:
         self._inbox.put(lambda: self._apply(event))
 
-    def take(self, agent: Agent, said: Report | Gather) -> None:
+    def take(self, agent: "Agent", said: Report | Gather) -> None:
         self._inbox.put(lambda: self._take(agent, said))
 
     def close(self) -> None:
@@ -90,7 +88,7 @@ class Head:
         if voting is not None:
             self.gathers.open(voting.change.generation, voting.members)
 
-    def _take(self, agent: Agent, said: Report | Gather) -> None:
+    def _take(self, agent: "Agent", said: Report | Gather) -> None:
         if isinstance(said, Report):
             self._apply(ev.Reported(at=time.monotonic(), host=agent.host, report=said))
             agent.hear(Heard(silent_s=0.0))
@@ -158,7 +156,7 @@ class Agent:
         if not self.cut:
             self._on_message(message)
 
-    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> Agent:
+    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> "Agent":
         self._on_message = on_message
         return self
 

@@ -1,7 +1,5 @@
 """Files and folders that the user may not read: one clear line, a documented code, and no line of a script more."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

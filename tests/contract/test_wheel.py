@@ -1,7 +1,5 @@
 """The wheel is whole: what people need is in it, and works outside of the source tree."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

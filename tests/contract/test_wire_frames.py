@@ -1,7 +1,5 @@
 """The channel between an agent and its worker: nothing that was written is lost, and neither waits for the other."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

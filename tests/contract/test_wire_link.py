@@ -1,7 +1,5 @@
 """A link finds its head again and says hello first, whatever happened."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The head's port: strangers are refused, whatever they send, and change nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

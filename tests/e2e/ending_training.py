@@ -7,8 +7,6 @@ that moment), and n2 dies in one. `late`: the main member raises after the loops
 are over.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

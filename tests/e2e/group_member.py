@@ -3,8 +3,6 @@
 The training thread does it; `interrupt` and questions about the process are the business of the thread that listens.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -8,8 +8,6 @@ and training amplifies that slowly: in float64 to about 1e-9 after some hundred 
 repeated sample would show at about 1e-3.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -67,7 +65,7 @@ class Done:
     def kinds(self) -> list[str]:
         return [generation["kind"] for generation in self.report["generations"]]
 
-    def trained(self, steps: int, samples: int) -> Done:
+    def trained(self, steps: int, samples: int) -> "Done":
         """Finished, with every sample used exactly once."""
         assert self.code == 0, self.stderr
         assert self.report["status"] == "finished"

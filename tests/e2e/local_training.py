@@ -5,8 +5,6 @@ order of a sum moves the result by about 1e-16, which nothing in here amplifies:
 activation, no kinks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

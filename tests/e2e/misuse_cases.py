@@ -3,8 +3,6 @@
 Prints a line of JSON for each case: its name, and by rank either the error's text or what came out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

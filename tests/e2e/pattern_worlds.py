@@ -4,8 +4,6 @@ Prints a line of JSON for each world: its size, whether it was reproducible, and
 one's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple

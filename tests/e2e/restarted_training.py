@@ -4,8 +4,6 @@ It saves its step in FOLDER, goes on from there, writes a line for each start, a
 left alone; with --told as soon as a file `hurry` is in FOLDER. Each step is a sleep, so that it starts at once.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -5,8 +5,6 @@ is a child process that polls every second, so what sites see in minutes happens
 minute to leave: on a busy machine a release may take some seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -77,7 +75,7 @@ class Rig:
         self.head: HeadProcess
         self.environ: dict[str, str] = {}
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> "Rig":
         try:
             self._open()
         except BaseException:

@@ -11,8 +11,6 @@ A shard's time is mostly a sleep, so that members do not share this machine's pr
 as all members and one less can divide evenly. `FALLOW_SOAK_FAULTS` takes another number of faults.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -3,8 +3,6 @@
 Judged as everything under `fallow local`: the result is that of the undisturbed script, every sample is used once.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

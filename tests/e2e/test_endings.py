@@ -1,7 +1,5 @@
 """The end of loops and of scripts: what happens there happens on all members, or the run says why not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

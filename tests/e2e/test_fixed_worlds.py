@@ -1,7 +1,5 @@
 """Scripts without a head: what ends them ends them in order, and ranks that do not fit together are told so."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Groups of real processes: what members tell each other and sum, and what ends their waits."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

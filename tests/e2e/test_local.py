@@ -3,8 +3,6 @@
 What `tests/elastic` goes through is not told again here.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

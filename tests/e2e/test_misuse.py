@@ -1,7 +1,5 @@
 """Scripts that do what they must not: each is told what is wrong, or it makes no difference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A training with all that scripts have: the same result as plain torch in one process, whoever computes what."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

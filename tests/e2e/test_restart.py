@@ -1,7 +1,5 @@
 """`--restart`: a script that knows nothing of Fallow under torchrun, with a real head, store and processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

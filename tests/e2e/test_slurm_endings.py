@@ -1,7 +1,5 @@
 """How jobs and runs end on a real Slurm: as planned, by preemption, or because an agent is gone or unheard."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Harvesting on a real Slurm: idle GPUs of shared nodes, refusals, nodes that sleep."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

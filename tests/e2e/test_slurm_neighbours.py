@@ -1,7 +1,5 @@
 """Others' jobs on a real Slurm that preempts nobody: they get our nodes at once. And slurmctld may go away."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

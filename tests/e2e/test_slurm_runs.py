@@ -1,7 +1,5 @@
 """Whole runs on a real Slurm: grown, released, preempted, cancelled, without their head; and never a sample is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A script with nanoGPT's habits: neither what it prints nor what it saves shows who computed it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

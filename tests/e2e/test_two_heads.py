@@ -1,7 +1,5 @@
 """Two hosts: the second head is refused, and one that stood still gives way."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

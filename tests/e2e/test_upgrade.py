@@ -4,8 +4,6 @@ A release writes messages of one version and reads others besides. It reads a ne
 it, so neighbours understand each other. Further apart, the head refuses the agents, and their workers train on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -3,8 +3,6 @@
 The process that forks must be bare: it computes nothing by itself, so that it has one thread.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -5,8 +5,6 @@ the control socket, agents that come, signals to processes. Every wait has a dea
 like then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -58,7 +56,7 @@ class Rig:
     """
 
     def __init__(
-        self, nursery: NurseryClient, folder: Path, undisturbed: Undisturbed | None = None, **config: object
+        self, nursery: NurseryClient, folder: Path, undisturbed: "Undisturbed | None" = None, **config: object
     ) -> None:
         self.folder = folder
         self.undisturbed = undisturbed
@@ -84,7 +82,7 @@ class Rig:
         "process ids of all workers that were seen"
         self._control: ControlClient
 
-    async def __aenter__(self) -> Rig:
+    async def __aenter__(self) -> "Rig":
         await self.start_head()
         return self
 
@@ -104,7 +102,7 @@ class Rig:
 
     async def run(
         self, *options: object, members: int = 1, most: int = 4, scripted: bool = True, **spec: Any
-    ) -> Elastic:
+    ) -> "Elastic":
         """A new run of the training; in a scripted one members are let in by `grow` alone."""
         wanted = RunSpec(
             **{"run": "", "name": "elastic", "min_nodes": members, "max_nodes": most, "workers_per_node": 1, **spec},
@@ -230,7 +228,7 @@ class Elastic:
         self.rig.agents.append(pid)
         return pid
 
-    async def begin(self, members: int) -> Elastic:
+    async def begin(self, members: int) -> "Elastic":
         """Have so many workers come and make them the first generation."""
         await self.arrive(members)
         if self._scripted:

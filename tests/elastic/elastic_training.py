@@ -20,8 +20,6 @@ There the main members also leave the time of each step (`times`, seconds of the
 what their evaluations gave (`evaluations`: step, place, value).
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json
@@ -245,7 +243,7 @@ def main() -> None:
     wait_until_gone(args.gates / f"late-{WORKER}")
 
 
-def one_step(training: Training, update: Any) -> None:
+def one_step(training: "Training", update: Any) -> None:
     """Bodies, and what comes behind them."""
     args, run, model = training.args, training.run, training.model
     if args.clip is not None:

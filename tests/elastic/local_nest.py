@@ -4,8 +4,6 @@ An agent or a head is a child of `fallow local` that was there before its first 
 `nursery`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -13,8 +13,6 @@ one with `folder` alone `fallow ARGV` (see `local_nest`). `{}` is answered with 
 statuses of all processes that were started here and have ended so far. When the socket closes, all end.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

@@ -3,8 +3,6 @@
 `FALLOW_SOAK_EVENTS` and `FALLOW_SOAK_SEED` make the longest of them another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

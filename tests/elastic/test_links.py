@@ -3,8 +3,6 @@
 The links to the head are whole: it hears of everybody, and has to find out who cannot talk to whom.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Members that die, hang, or are cut off, and heads and stores that do: see README.md for the scenario ids."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 

@@ -1,7 +1,5 @@
 """A head that stands still, goes away, or never comes back: the training goes on to its end."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -3,8 +3,6 @@
 Scenario ids: see README.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """What becomes of a run without members, without room on its disk, and of one that is ended as a whole."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

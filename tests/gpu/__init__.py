@@ -4,8 +4,6 @@ A test takes all from here: `DEVICE` for what it runs on, `on_device` for one pr
 `on_two_devices` for two that sum on the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Runs tests in processes that have loaded a device, which pytest's own process must not."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import importlib

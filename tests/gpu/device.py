@@ -3,8 +3,6 @@
 `FALLOW_TEST_DEVICE` says which: `fake` (default) or `cuda`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The communicator of a device, and groups whose transport it is: made in the background, used, aborted, given back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """State on a device: handed over, put back after a rehearsal, and saved, without a hidden wait and without a race."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Threads beside the training tell who hangs in a kernel and who waits for that one, and spoil no capture."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io
@@ -157,7 +155,7 @@ class Driver:
         self.modes: dict[str, int] = {}
         "thread's name -> mode"
 
-    def __call__(self, name: str, mode: int = 0) -> Driver:
+    def __call__(self, name: str, mode: int = 0) -> "Driver":
         """As `ctypes.CDLL`."""
         if name != "libcuda.so.1":
             raise OSError("it is not loaded")

@@ -1,7 +1,5 @@
 """What training loops for GPUs use: with each of it two members make the bits that one makes, and no hidden wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sums of gradients of a model on an asynchronous device: right, without a race, and with one wait of the host."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator

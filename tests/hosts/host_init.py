@@ -6,8 +6,6 @@ FOLDER holds what all hosts share. Each VISIBLE path stays visible although the 
 `FOLDER/NAME.ready` appears once the host is set up. The kernel ends every process of the host with this one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

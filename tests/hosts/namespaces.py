@@ -3,8 +3,6 @@
 Each is a node of a `Network`. Every process of a host ends with the process that made the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

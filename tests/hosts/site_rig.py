@@ -3,8 +3,6 @@
 Two partitions: `normal` preempts `scavenge`, where harvest jobs go.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -104,7 +102,7 @@ class Site:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def __enter__(self) -> Site:
+    def __enter__(self) -> "Site":
         try:
             self._open()
         except BaseException:

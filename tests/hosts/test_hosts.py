@@ -1,7 +1,5 @@
 """A run over several hosts with networks, /tmp and clocks of their own: what one machine cannot show."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """`fallow doctor --gpu` in a real allocation, on processors: the nodes meet, and all-reduces go between them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """The simulated Slurm against a real one: the same jobs at the same times start in the same order, and when it did."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

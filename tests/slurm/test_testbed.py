@@ -1,7 +1,5 @@
 """The testbed itself: it comes up, plays the sites it says it plays, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import signal

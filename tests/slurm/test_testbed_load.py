@@ -1,7 +1,5 @@
 """Other users' jobs: made alike from the same seed, and played on a real Slurm."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

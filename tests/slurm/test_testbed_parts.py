@@ -1,7 +1,5 @@
 """Parts of the testbed that need no Slurm: registry, ports, configuration files."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import time

@@ -3,8 +3,6 @@
 For processes that tests start: this folder is on their PYTHONPATH.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The monitor as a person uses it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The monitor's parts: the reduction of the stream, its sources, and formats."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A head made of a queue, clocks that stand still, and a look at the screen."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What tests that train leave behind."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Configuration: layers, types, and clear refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

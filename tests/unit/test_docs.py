@@ -3,8 +3,6 @@
 A block of code that cannot be tested has a comment `<!-- not run: why -->` in front of it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

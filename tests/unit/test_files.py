@@ -1,7 +1,5 @@
 """Private files refuse what somebody else could have made or could change."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`import fallow` stays cheap. That layers point one way is for `make lint`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

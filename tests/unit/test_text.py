@@ -1,7 +1,5 @@
 """Whatever is shown passes `fallow.text`."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 

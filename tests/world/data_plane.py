@@ -1,7 +1,5 @@
 """What workers do with each other: groups, first exchanges, steps, the boundary, broken connections."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 class DataPlane:
     """A step is finished by all workers of a generation, or by none. Who has finished one may not know it of others."""
 
-    def __init__(self, w: World) -> None:
+    def __init__(self, w: "World") -> None:
         self.w = w
         self.front = 0
         "finished steps"

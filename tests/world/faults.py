@@ -1,7 +1,5 @@
 """Faults of the simulated world: each says for itself what it does, and counts when it has done it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,25 +20,25 @@ Strike = Callable[["World", Host, float], bool]
 # -- head and store ---------------------------------------------------------------------------------------------------
 
 
-def head_crash(w: World, host: Host, lasts: float) -> bool:
+def head_crash(w: "World", host: Host, lasts: float) -> bool:
     w.upset(20)
     w.head.die()
     return True
 
 
-def head_crash_at_write(w: World, host: Host, lasts: float) -> bool:
+def head_crash_at_write(w: "World", host: Host, lasts: float) -> bool:
     w.upset(20)
     w.head.crash_at_write = True  # counted when it happens
     return False
 
 
-def head_crash_amid_orders(w: World, host: Host, lasts: float) -> bool:
+def head_crash_amid_orders(w: "World", host: Host, lasts: float) -> bool:
     w.upset(20)
     w.head.orders_left = w.rng.randint(0, 5)
     return False
 
 
-def head_stall(w: World, host: Host, lasts: float) -> bool:
+def head_stall(w: "World", host: Host, lasts: float) -> bool:
     if w.head.frozen or not w.head.alive:
         return False
     lasts *= w.rng.choice((1, 3))
@@ -49,7 +47,7 @@ def head_stall(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def second_head(w: World, host: Host, lasts: float) -> bool:
+def second_head(w: "World", host: Host, lasts: float) -> bool:
     if w.head.frozen or not w.head.alive:
         return False
     w.upset(lasts + 20)
@@ -58,19 +56,19 @@ def second_head(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def second_head_at_write(w: World, host: Host, lasts: float) -> bool:
+def second_head_at_write(w: "World", host: Host, lasts: float) -> bool:
     w.upset(20)
     w.head.usurped_at_write_s = lasts
     return False
 
 
-def store_away(w: World, host: Host, lasts: float) -> bool:
+def store_away(w: "World", host: Host, lasts: float) -> bool:
     w.upset(lasts + 10)
     w.store.away_until = w.t + lasts
     return True
 
 
-def store_goes_back(w: World, host: Host, lasts: float) -> bool:
+def store_goes_back(w: "World", host: Host, lasts: float) -> bool:
     """It loses what it acknowledged in the last second. The next head begins while the network is well."""
     w.upset(25)
     for other in w.hosts.values():
@@ -86,7 +84,7 @@ def store_goes_back(w: World, host: Host, lasts: float) -> bool:
 # -- network ----------------------------------------------------------------------------------------------------------
 
 
-def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, is_heard: bool = False) -> bool:
+def _cut_off(w: "World", hosts: list[Host], lasts: float, *, hears: bool = False, is_heard: bool = False) -> bool:
     if w.t < w.reliable_until:
         return False
     for host in hosts:
@@ -101,13 +99,13 @@ def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, 
     return bool(hosts)
 
 
-def members_cut_off(w: World, host: Host, lasts: float) -> bool:
+def members_cut_off(w: "World", host: Host, lasts: float) -> bool:
     members = w.observer.committed.get(w.plane.acted, ())
     join(w, host, lasts)
     return _cut_off(w, [other for other in w.running() if other.node in members], lasts)
 
 
-def _cut_links(w: World, host: Host, others: list[Host], lasts: float) -> bool:
+def _cut_links(w: "World", host: Host, others: list[Host], lasts: float) -> bool:
     pairs = {frozenset((host.name, other.name)) for other in others if other is not host}
     w.cut |= pairs
     for one in [host, *others]:
@@ -116,7 +114,7 @@ def _cut_links(w: World, host: Host, others: list[Host], lasts: float) -> bool:
     return bool(pairs)
 
 
-def groups_stuck(w: World, host: Host, lasts: float) -> bool:
+def groups_stuck(w: "World", host: Host, lasts: float) -> bool:
     w.stuck_until = w.t + lasts
     return True
 
@@ -124,14 +122,14 @@ def groups_stuck(w: World, host: Host, lasts: float) -> bool:
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def join(w: World, host: Host, lasts: float) -> bool:
+def join(w: "World", host: Host, lasts: float) -> bool:
     if len(w.running()) >= MOST_HOSTS:
         return False
     w.add_host()
     return True
 
 
-def comes_back(w: World, host: Host, lasts: float) -> bool:
+def comes_back(w: "World", host: Host, lasts: float) -> bool:
     """A node that was lost, or whose job has ended, has another one, or its lost job is requeued there."""
     left = [other for other in w.hosts.values() if not other.up or other.over]
     if not left or len(w.running()) >= MOST_HOSTS:
@@ -141,7 +139,7 @@ def comes_back(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def worker_killed(w: World, host: Host, lasts: float) -> bool:
+def worker_killed(w: "World", host: Host, lasts: float) -> bool:
     living = [x for x in host.workers if x.alive]
     if living:
         w.plane.end(w.rng.choice(living))
@@ -149,7 +147,7 @@ def worker_killed(w: World, host: Host, lasts: float) -> bool:
     return bool(living)
 
 
-def script_fails(w: World, host: Host, lasts: float) -> bool:
+def script_fails(w: "World", host: Host, lasts: float) -> bool:
     """On this node alone: an exception that comes nowhere else."""
     is_lying = w.t < host.lies_until
     if not host.workers or host.dying or host.deserted or is_lying or any(x.finished for x in host.workers):
@@ -161,7 +159,7 @@ def script_fails(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def script_deserts(w: World, host: Host, lasts: float) -> bool:
+def script_deserts(w: "World", host: Host, lasts: float) -> bool:
     """The script ends on one node in the middle of the training. Its exit code comes later."""
     if not any(x.generation for x in host.workers) or host.dying or any(x.finished for x in host.workers):
         return False
@@ -176,7 +174,7 @@ def script_deserts(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def leaves_alone(w: World, host: Host, lasts: float) -> bool:
+def leaves_alone(w: "World", host: Host, lasts: float) -> bool:
     """Its node goes away, and it hears no head that could release it."""
     if not host.workers or host.dying or host.script_ended or not all(x.generation and x.alive for x in host.workers):
         return False
@@ -188,14 +186,14 @@ def leaves_alone(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def power_lost(w: World, host: Host, lasts: float) -> bool:
+def power_lost(w: "World", host: Host, lasts: float) -> bool:
     if len(w.running()) < 2:
         return False
     host.lose_power()
     return True
 
 
-def worker_stopped(w: World, host: Host, lasts: float) -> bool:
+def worker_stopped(w: "World", host: Host, lasts: float) -> bool:
     if not host.workers:
         return False
     x, boot = w.rng.choice(host.workers), host.boot
@@ -211,7 +209,7 @@ def worker_stopped(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def node_frozen(w: World, host: Host, lasts: float) -> bool:
+def node_frozen(w: "World", host: Host, lasts: float) -> bool:
     if w.t < w.reliable_until:
         return False
     host.frozen = True
@@ -222,13 +220,13 @@ def node_frozen(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def groups_break(w: World, host: Host, lasts: float) -> bool:
+def groups_break(w: "World", host: Host, lasts: float) -> bool:
     """Launches fail on this node, in each group anew."""
     host.breaks_until = w.t + lasts
     return True
 
 
-def agent_lies(w: World, host: Host, lasts: float) -> bool:
+def agent_lies(w: "World", host: Host, lasts: float) -> bool:
     """It claims to obey a head of a higher term than any that ever was."""
     if host.fault is not None or host.dying:
         return False  # its last words would not be heard
@@ -240,13 +238,13 @@ def agent_lies(w: World, host: Host, lasts: float) -> bool:
 # -- people and Slurm -------------------------------------------------------------------------------------------------
 
 
-def release(w: World, host: Host, lasts: float) -> bool:
+def release(w: "World", host: Host, lasts: float) -> bool:
     node = host.node
     w.head.receive(("event", lambda at: ev.Release(at=at, nodes=(node,), reason="asked")))
     return node > 0
 
 
-def two_released(w: World, host: Host, lasts: float) -> bool:
+def two_released(w: "World", host: Host, lasts: float) -> bool:
     """Both are wanted at the same moment, each for itself."""
     nodes = {host.node, w.rng.choice(w.running()).node} - {0}
     for node in sorted(nodes):
@@ -254,7 +252,7 @@ def two_released(w: World, host: Host, lasts: float) -> bool:
     return len(nodes) == 2
 
 
-def walltime(w: World, host: Host, lasts: float) -> bool:
+def walltime(w: "World", host: Host, lasts: float) -> bool:
     if host.ends_at is not None or len(w.running()) < 3:
         return False
     host.ends_at = w.t + w.rng.uniform(10, 25)
@@ -270,27 +268,27 @@ def walltime(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-def limit(w: World, host: Host, lasts: float) -> bool:
+def limit(w: "World", host: Host, lasts: float) -> bool:
     most = w.rng.randint(0, 8)
     w.head.receive(("event", lambda at: ev.Release(at=at, limit=most, reason="asked")))
     return True
 
 
-def bar(w: World, host: Host, lasts: float) -> bool:
+def bar(w: "World", host: Host, lasts: float) -> bool:
     """The run does without the node for a while."""
     w.head.receive(("event", lambda at: ev.Bar(at=at, host=host.name, reason="asked")))
     w.after(lasts, lambda: w.head.receive(("event", lambda at: ev.Unbar(at=at, hosts=(host.name,)))))
     return True
 
 
-def cancel(w: World, host: Host, lasts: float) -> bool:
+def cancel(w: "World", host: Host, lasts: float) -> bool:
     if w.rng.random() < 0.8:
         return False
     w.head.receive(("event", lambda at: ev.Cancel(at=at, reason="cancelled by hand")))
     return True
 
 
-def rollback(w: World, host: Host, lasts: float) -> bool:
+def rollback(w: "World", host: Host, lasts: float) -> bool:
     def make(at: float) -> ev.Event:
         roster = w.head.machine.roster
         usable = roster.checkpoints.usable()
@@ -303,7 +301,7 @@ def rollback(w: World, host: Host, lasts: float) -> bool:
     return False
 
 
-def checkpoint_torn(w: World, host: Host, lasts: float) -> bool:
+def checkpoint_torn(w: "World", host: Host, lasts: float) -> bool:
     """One of those on disk can never be loaded."""
     whole = sorted(w.plane.checkpoints.keys() - w.plane.torn)
     w.plane.torn.update(whole and [w.rng.choice(whole)])
@@ -356,7 +354,7 @@ def choose_kinds(rng: random.Random) -> list[str]:
     return names if rng.random() < 0.4 else rng.sample(names, rng.randint(2, 6))
 
 
-def strike(w: World) -> None:
+def strike(w: "World") -> None:
     """One fault, and the next one later."""
     if w.t > w.faults_until:
         return

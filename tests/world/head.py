@@ -1,7 +1,5 @@
 """The head of the simulated world: its loop around the machine, and its store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +77,7 @@ def _line(told: ev.Log | ev.RunEnded) -> ev.Log:
 class Head:
     """Drain what was received, handle it, tick, make it durable, then carry it out."""
 
-    def __init__(self, w: World) -> None:
+    def __init__(self, w: "World") -> None:
         self.w, self.alive, self.frozen = w, True, False
         self.crash_at_write = False
         self.usurped_at_write_s = 0.0

@@ -1,7 +1,5 @@
 """A run whose members finish step after step, and a head that is well, stands still or is cut off from nodes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A node of the simulated world: an agent that speaks with the head, and its workers' condition."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from fallow.core.membership.messages import (
@@ -30,7 +28,7 @@ CONTRACT = {
 
 
 class Worker:
-    def __init__(self, host: Host, number: int) -> None:
+    def __init__(self, host: "Host", number: int) -> None:
         self.host, self.number = host, number
         self.alive, self.stopped = True, False
         self.generation = self.entering = 0
@@ -56,7 +54,7 @@ class Worker:
 class Host:
     """A machine with an agent, which starts its workers anew when they end."""
 
-    def __init__(self, w: World, name: str) -> None:
+    def __init__(self, w: "World", name: str) -> None:
         self.w, self.name = w, name
         self.up, self.frozen, self.over = True, False, False
         self.hears = self.is_heard = True

@@ -8,8 +8,6 @@
 - a checkpoint is loaded only while nobody has begun again before its step: two histories are not mixed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -36,7 +34,7 @@ class Violation(AssertionError):
 
 
 class Observer:
-    def __init__(self, w: World) -> None:
+    def __init__(self, w: "World") -> None:
         self.w = w
         self.committed: dict[int, tuple[int, ...]] = {}
         self._lost: set[int] = set()

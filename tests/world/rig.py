@@ -1,7 +1,5 @@
 """A membership machine whose nodes are played by a test: each keeps its newest report and obeys what it is told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar

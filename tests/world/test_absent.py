@@ -1,7 +1,5 @@
 """Nodes and heads that are silent, stopped, stuck or away, played by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

@@ -1,7 +1,5 @@
 """Scripts and hosts that fail, played by hand: whose failure it is, what follows, how a run ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Each guard is needed: where it is taken away a test by hand fails, or a history of the world shows a violation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

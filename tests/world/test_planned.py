@@ -1,7 +1,5 @@
 """Planned changes, played by hand: who joins and leaves in which generation, and when nodes have to be gone."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

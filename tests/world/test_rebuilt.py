@@ -1,7 +1,5 @@
 """Broken generations, played by hand: members that are lost, groups that break, links that are cut, who goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from fallow.core.membership import events as ev

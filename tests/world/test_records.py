@@ -1,7 +1,5 @@
 """Records of a run, plans as they are ordered, and the gather. What is stored and sent for good: `test_golden`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

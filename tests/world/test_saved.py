@@ -1,7 +1,5 @@
 """Checkpoints, played by hand: which are kept and used, and how a run goes back to one."""
 
-from __future__ import annotations
-
 import pytest
 
 from fallow.core.membership import events as ev

@@ -3,8 +3,6 @@
 The seeds of the soak are those of `FALLOW_SOAK_SEEDS=FIRST:COUNT`; one seed plays one history again.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

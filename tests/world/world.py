@@ -1,7 +1,5 @@
 """The simulated world: time, network, and one history from a seed."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

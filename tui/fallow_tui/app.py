@@ -1,7 +1,5 @@
 """`fallow top`: the application, and where it gets its data and sends its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

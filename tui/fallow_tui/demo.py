@@ -1,7 +1,5 @@
 """A make-believe cluster for `fallow top --demo`, for tests and for pictures. Seeded: the same story every time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Glyphs and colours. Every colour goes with a glyph, so that the screen reads without colours too."""
 
-from __future__ import annotations
-
 from rich.style import Style
 from rich.text import Text
 

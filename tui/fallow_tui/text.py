@@ -3,8 +3,6 @@
 Widgets draw with `rich.text.Text`, which does not read markup; control characters are made visible here.
 """
 
-from __future__ import annotations
-
 import re
 from datetime import datetime
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What the screens show, reduced from the head's stream. Pure: times come in as arguments, nothing is drawn here."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`python -m fallow.agent --key-file PATH [--patience SECONDS] -- CMD ARGS…`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -3,8 +3,6 @@
 Level-triggered: each beat says how things stand, the newest counts, and what needs an answer is said until it comes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -5,8 +5,6 @@ each heartbeat, and at once when that cannot wait for the next. A head that cann
 talk, are silent alike: the workers train on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

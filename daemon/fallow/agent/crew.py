@@ -7,8 +7,6 @@ of them have come to their last words, and `GRACE_S` once one has failed. How th
 worker has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """What an agent starts and where: its node, its Slurm job, how many workers go here and what each of them gets."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

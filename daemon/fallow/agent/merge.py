@@ -7,8 +7,6 @@ Their agent sends the parts of all of them to the head as one, and hands out the
 workers of all nodes, in the order of ranks. Gathers within the node the agent answers by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat

@@ -1,7 +1,5 @@
 """A worker's output: to its log (bounded), the end of its standard error for the head, and to our own on demand."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

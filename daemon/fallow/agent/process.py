@@ -1,7 +1,5 @@
 """One worker's process: started with an inherited socket to its agent, killed with everything it started."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

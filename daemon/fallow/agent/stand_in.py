@@ -6,8 +6,6 @@ store's term keep it from serving beside another one: where the other head lives
 again later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

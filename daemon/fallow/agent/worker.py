@@ -1,7 +1,5 @@
 """A worker as its agent has it: a process, a channel to it, and what it has said last."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

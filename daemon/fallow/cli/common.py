@@ -3,8 +3,6 @@
 Tables have aligned columns; they are coloured on a terminal, and plain and unshortened in a pipe.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """`fallow doctor`: looks at everything that Fallow needs, and says what to do about what is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

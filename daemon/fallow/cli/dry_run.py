@@ -1,7 +1,5 @@
 """`fallow submit --dry-run`: what would be asked for, and what it would find. Nothing is submitted."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Commands that follow a run: what happened, what its members print, why it does not grow, and wait for its end."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """`fallow local`: train on this machine, without Slurm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

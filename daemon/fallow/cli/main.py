@@ -1,7 +1,5 @@
 """Entry point of `fallow`: finds the command, runs it, and turns errors into one line and an exit code."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Commands that change something at the head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

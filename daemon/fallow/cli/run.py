@@ -4,8 +4,6 @@ In the base allocation it starts the run, in a harvest allocation it joins it. O
 return when the run is finished; the others end their job here, so that the lines after it run once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

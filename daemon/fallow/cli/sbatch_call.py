@@ -1,7 +1,5 @@
 """One call of sbatch whose outcome must not be guessed."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Commands that show what the head knows: status and report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 

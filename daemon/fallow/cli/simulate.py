@@ -1,7 +1,5 @@
 """`fallow simulate`: what the planner would have made of a recorded cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +128,7 @@ def _refuse_beside_site() -> None:
             raise FallowError(f"--site says it already: leave {each.opts[0]} away", Exit.USAGE)
 
 
-def _simulate(trace: str, window: Window, **given: Any) -> SimReport:
+def _simulate(trace: str, window: "Window", **given: Any) -> SimReport:
     """Play, with a bar of how far each policy is."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn

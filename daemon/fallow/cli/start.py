@@ -1,7 +1,5 @@
 """The head in the foreground or as a systemd unit, the live view, the demonstration; and the shell's completion."""
 
-from __future__ import annotations
-
 import codecs
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """`fallow submit`: sbatch, elastic."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

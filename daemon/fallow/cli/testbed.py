@@ -1,7 +1,5 @@
 """`fallow testbed`: a private, real Slurm on this machine."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`fallow usage`: what runs used, what of it was wasted and why, and what it did to others and to the owner."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The asking end of the control socket."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -52,7 +50,7 @@ class ControlClient:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, head_file: Path) -> ControlClient:
+    async def connect(cls, head_file: Path) -> "ControlClient":
         """Connects to the head that `head_file` (`Paths.head_file`) names."""
         head = find_head(head_file)
         try:
@@ -71,7 +69,7 @@ class ControlClient:
             raise FallowError(f"{head.control} is served by another user; not used", Exit.NOPERM)
         return cls(reader, writer)
 
-    async def __aenter__(self) -> ControlClient:
+    async def __aenter__(self) -> "ControlClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@
 <- {"result": ...}  or  {"error": {"code": 69, "message": "..."}}
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from typing import Any

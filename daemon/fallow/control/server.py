@@ -1,7 +1,5 @@
 """The head's end of the control socket."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

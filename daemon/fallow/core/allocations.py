@@ -4,8 +4,6 @@ An allocation's identity is (cluster, job id, submit time) and our token; a job 
 that crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledged submissions are not yet on disk).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 

@@ -4,8 +4,6 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 `squeue -O SchedNodes,StartTime` (set by backfill for jobs that have a reservation) and `scontrol show reservation`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from math import inf
 

@@ -1,7 +1,5 @@
 """Kinds of nodes: which ones a run or a job can use, and which partitions and reservations an owner may. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache

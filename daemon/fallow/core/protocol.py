@@ -12,8 +12,6 @@ and no network of its own to be ordered, for who has the descriptor is the worke
 the beat's pace, and at once when anything but progress has changed. What it wrote before its end is read behind it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

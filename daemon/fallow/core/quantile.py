@@ -1,7 +1,5 @@
 """Quantiles as all reports give them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from math import ceil
 

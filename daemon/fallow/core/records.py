@@ -6,8 +6,6 @@ It never becomes a default without a word. So whoever renames, adds or removes a
 `SCHEMAS` and adds a step to `MIGRATIONS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

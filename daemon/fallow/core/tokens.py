@@ -3,8 +3,6 @@
 Other heads know a job of ours by its name, too: a site's job_submit plugin may write comments of its own.
 """
 
-from __future__ import annotations
-
 import re
 
 from fallow.model import AllocationKind, JobInfo

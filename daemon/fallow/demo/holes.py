@@ -5,8 +5,6 @@ next one. A harvest job does not end a hole, and neither does backfill that sets
 A change is dated halfway between the two looks that show it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median

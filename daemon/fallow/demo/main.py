@@ -4,8 +4,6 @@ The figures are the head's own: its report of the run, its event log, and its sn
 second, from a poll of Slurm each two seconds). The same training then runs undisturbed on one node, to compare with.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

@@ -3,8 +3,6 @@
 The report is the JSON of DESIGN section 6, and a table.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 
@@ -51,7 +49,7 @@ class LiveView:
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._printed = 0.0
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> "LiveView":
         if self._console.is_terminal:
             self._live.start()
         return self

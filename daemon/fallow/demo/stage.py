@@ -1,7 +1,5 @@
 """A private Slurm with a head of its own, jobs of other users and one training: where the demo plays."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

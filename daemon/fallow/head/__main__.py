@@ -3,8 +3,6 @@
 `fallow local` and the testbed start it so, and agents, with the address of their node, when they hear no other head.
 """
 
-from __future__ import annotations
-
 import sys
 
 from fallow.head.main import main

@@ -4,8 +4,6 @@ Sources (wire, control socket, Slurm, clock) put items into one inbox. So decisi
 "durable first, then sent" holds everywhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Nodes are judged by the membership machine. What it does not see is an agent on whose node no worker is alive.
 """
 
-from __future__ import annotations
-
 from math import inf
 
 from fallow.config import Membership

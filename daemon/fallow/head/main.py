@@ -5,8 +5,6 @@ head, with the configuration of the head before it, and ends when its standard i
 pipe. It gives way to a head that somebody starts by hand, which asks for it by a file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

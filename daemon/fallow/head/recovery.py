@@ -1,7 +1,5 @@
 """What errors that nobody expected cost: their run is made anew from its records, or, as the last resort, stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 from fallow.core.membership import events as ev

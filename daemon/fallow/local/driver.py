@@ -1,7 +1,5 @@
 """Runs one training under a private head and makes the scheduled things happen at their steps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

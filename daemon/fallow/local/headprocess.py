@@ -1,7 +1,5 @@
 """A head as a child process: started, killed on purpose, started again, stopped."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
@@ -41,7 +39,7 @@ class HeadProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     @classmethod
-    def private(cls, folder: Path, environ: Mapping[str, str]) -> HeadProcess:
+    def private(cls, folder: Path, environ: Mapping[str, str]) -> "HeadProcess":
         """One that keeps all that it has in a private folder, is found on this host only, and follows no settings but
         those of its environment."""
         config = folder / "config.toml"

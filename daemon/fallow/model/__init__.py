@@ -12,8 +12,6 @@ Times: fields ending in `_s` are seconds (float). Points in time that cross a pr
 seconds (`*_at`, for people) or relative (`*_in_s`, for decisions), so that clock skew never moves a deadline.
 """
 
-from __future__ import annotations
-
 from fallow.model.base import *
 from fallow.model.cluster import *
 from fallow.model.reports import *

@@ -1,7 +1,5 @@
 """What every other type is made of: the bases, exit codes, errors and enums."""
 
-from __future__ import annotations
-
 import signal
 from enum import IntEnum, StrEnum
 

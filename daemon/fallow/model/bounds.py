@@ -4,8 +4,6 @@ A field of one of these types is checked where bytes become objects, so what is 
 within its bounds can be added, multiplied by a few thousand and written to the store or to JSON again.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, TypeVar
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """What Slurm says (filled by a Slurm client, read by the core), and what it is asked for."""
 
-from __future__ import annotations
-
 from fallow.model.base import Struct
 
 

@@ -1,7 +1,5 @@
 """The JSON of `fallow usage`, `fallow simulate` and `fallow submit --dry-run`."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from fallow.model.base import Struct

@@ -1,7 +1,5 @@
 """Runs, and the files by which a head is found (all 0600 in 0700 folders)."""
 
-from __future__ import annotations
-
 from fallow.model.base import AllocationKind, Struct
 from fallow.model.bounds import (
     Environment,

@@ -1,7 +1,5 @@
 """Reports and snapshots: the JSON of the command line (DESIGN: outside contract)."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Any, NamedTuple
 

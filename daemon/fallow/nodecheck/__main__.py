@@ -3,8 +3,6 @@
 A worker's arguments go on with NODE RANK SIZE. There is no head: workers meet through files in FOLDER, which all see.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import socket

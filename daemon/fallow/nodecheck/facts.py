@@ -1,7 +1,5 @@
 """What a node says of its GPUs and of its network: the kernel's files, and torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

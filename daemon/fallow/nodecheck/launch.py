@@ -1,7 +1,5 @@
 """Start the look at an allocation's nodes on each of them, and judge what they say together."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One worker: says what its node is like, and takes part in an all-reduce among all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

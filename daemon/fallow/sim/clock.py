@@ -1,7 +1,5 @@
 """Virtual time: the one order of events, and a loop that nobody waits for, for code that waits with asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from heapq import heappop, heappush

@@ -5,8 +5,6 @@ smallest run. It knows nothing of the others who wait, and uses a node until its
 end, or until the node is gone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

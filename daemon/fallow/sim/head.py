@@ -4,8 +4,6 @@ All that is decided is decided by the head's own code: what a poll shows, what i
 Here is what surrounds it: the time, and agents that say that they have come, were warned or have left.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import count

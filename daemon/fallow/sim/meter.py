@@ -7,8 +7,6 @@ Else a policy that starves some runs for those that scale best can do more work,
 sum over the best one, is then below 1.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Sources:
         (SOSP'23).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_right

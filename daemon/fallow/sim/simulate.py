@@ -1,7 +1,5 @@
 """One simulation: opens the trace, plays policies over it, and makes a report of what came of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path

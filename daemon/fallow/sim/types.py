@@ -4,8 +4,6 @@ Times are Unix seconds of the trace (virtual), lengths are seconds. At equal tim
 jobs, submissions, the scheduler's main pass, backfill, runs (`clock`), head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -72,7 +70,7 @@ class Scheduler(Struct, frozen=True, kw_only=True):
     min_job_age_s: float = 300.0
 
     @classmethod
-    def of(cls, scheduler_parameters: str, **more: Any) -> Scheduler:
+    def of(cls, scheduler_parameters: str, **more: Any) -> "Scheduler":
         """As a site's SchedulerParameters say, with Slurm's defaults for the rest, and for numbers that it refuses.
 
         Args:

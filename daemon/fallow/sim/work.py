@@ -6,8 +6,6 @@ place, where pauses are far shorter than the times between them, it is the next 
 stall.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

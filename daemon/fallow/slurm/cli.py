@@ -5,8 +5,6 @@ On 22.05 and 25.11 that is six requests at slurmctld, two of them answered with 
 Commands and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in Slurm's slurm_errno.c.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What the head asks of Slurm, whoever answers: commands (`cli`) or pyslurm (`pyslurm_client`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ answer for a user leaves out what binds him from above: his accounts (22.05's ha
 in, which is a request for each level. `sprio` is the last one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator
 

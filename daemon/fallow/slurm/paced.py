@@ -4,8 +4,6 @@ Queries and submissions have a token bucket each. A slurmctld that is slow, or t
 Slurm's commands then wait and try again by themselves, until they give up), is asked less. The configuration is kept.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

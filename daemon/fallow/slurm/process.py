@@ -1,7 +1,5 @@
 """Run one of Slurm's commands: argument list, clean environment, and an end within a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -7,8 +7,6 @@ user's own sbatch makes; what it says of a cancellation may be of another one; a
 `scontrol show config` alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import signal

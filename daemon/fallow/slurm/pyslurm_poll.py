@@ -10,8 +10,6 @@ Tried on pyslurm 25.11.2. Only attributes that are needed are touched: several o
 The objects are Cython's and may be absent here, so they are `Any`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """One poll's state from its parts, whoever read them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import grp

@@ -9,8 +9,6 @@ numbers), kv (hash: key -> "REVISION:VALUE") and events (stream, ids SEQ-0). `cl
 clock is behind what its client saw has lost some. `bytes` is the length of all events together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os
@@ -86,7 +84,7 @@ class Store:
         "Our term; 0 before `begin_term`."
 
     @classmethod
-    async def open(cls, where: str | Path, *, namespace: str | None = None, deadline_s: float = DEADLINE_S) -> Store:
+    async def open(cls, where: str | Path, *, namespace: str | None = None, deadline_s: float = DEADLINE_S) -> "Store":
         """Connect to a Unix socket (a path) or a URL (redis://, rediss://, unix://) and check the server.
 
         Several heads on one site server need different namespaces; the default has the user's uid in it.

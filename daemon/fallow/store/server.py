@@ -1,7 +1,5 @@
 """A private Redis for one head: on a Unix socket in the runtime folder, its append-only file in the state folder."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

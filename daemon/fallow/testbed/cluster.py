@@ -7,8 +7,6 @@ Everything lives in one folder: configuration, logs, state, MUNGE key and socket
 into the background and outlive the process that called `up`; `Testbed.find(folder).down()` ends them.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -6,8 +6,6 @@ Slurm 23.11 removed the names.
 cgroup.conf differs by version as its manual pages say; a configuration like this one has run 25.11 and 26.05.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Make a testbed's folder and start its daemons."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

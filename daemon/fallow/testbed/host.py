@@ -1,7 +1,5 @@
 """What a testbed needs of the host: commands, free ports, and finding its own processes again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

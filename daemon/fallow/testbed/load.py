@@ -1,7 +1,5 @@
 """Other users' jobs on a testbed: made from a seed, and played in real time. They are `sleep`, which costs no CPU."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

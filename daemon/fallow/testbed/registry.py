@@ -3,8 +3,6 @@
 Hosts may share the state folder, and a testbed lives on one host, so each host has a folder of links.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """This host's addresses, and sockets that listen on one of them."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -5,8 +5,6 @@ which are much alike, and each copy is encrypted by itself. The frame (version, 
 messages that are read behind every version (`Hello`, `Refused`) stay as they are in all versions to come.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, Generic, TypeVar
 

@@ -6,8 +6,6 @@ older one about the same. A worker that is stopped finds the newest order when i
 training. The end of a process is the end of its side; what it had written before is read first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -5,8 +5,6 @@ socket, the server demands it (`ZAP_ENFORCE_DOMAIN`), and its end is the end of 
 answers for one domain and one mechanism; everything else is refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from enum import StrEnum

@@ -5,8 +5,6 @@ Nothing is queued here. An agent says again and again how things stand and what 
 the agent's hello. A head whose messages cannot be read counts as silent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -6,8 +6,6 @@ of its own allocation, and as nobody else. `key_of` and `agent_of` take the name
 a connection, nothing else that it says there is heard. Routing ids that clients choose mean nothing here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

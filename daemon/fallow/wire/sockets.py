@@ -5,8 +5,6 @@ ZeroMQ's file descriptor is edge-triggered and any call on the socket may consum
 after sends: once for all of them that the loop makes in one go.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ of `CliClient` change.
 Names of users, hosts and folders are replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import secrets

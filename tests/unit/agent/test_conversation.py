@@ -1,7 +1,5 @@
 """How an agent stands with the head: what is said again, when changes are told, and when the head counts as silent."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

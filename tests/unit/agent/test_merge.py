@@ -1,7 +1,5 @@
 """How L workers stand becomes how their node stands; their parts become one, and the head's answer that of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Level 0: scripts that are restarted at every change. How often, how torchrun finds us, and what is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

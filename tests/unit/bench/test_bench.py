@@ -1,7 +1,5 @@
 """Benchmarks' own arithmetic, on hand-made observations, and what a careless user types."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line as a whole: help, errors, exit codes, speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

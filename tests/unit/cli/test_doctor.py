@@ -1,7 +1,5 @@
 """`fallow doctor` looks at everything, and never raises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`events`, `wait`, `logs` and `why`."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

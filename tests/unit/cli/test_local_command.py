@@ -1,7 +1,5 @@
 """What `fallow local` answers with once the training is over, and what it refuses before."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """No command lets through what a terminal obeys, whatever the names are that it shows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

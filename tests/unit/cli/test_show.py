@@ -1,7 +1,5 @@
 """What `status`, `events`, `report` and `usage` print."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

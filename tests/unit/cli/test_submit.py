@@ -1,7 +1,5 @@
 """`fallow submit` with a scripted sbatch and a scripted head."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The systemd units say what the head relies on."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

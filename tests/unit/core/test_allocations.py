@@ -1,7 +1,5 @@
 """What polls say about an allocation, and what follows when its job ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

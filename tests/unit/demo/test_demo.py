@@ -1,7 +1,5 @@
 """Holes and what became of them, from hand-made looks with known answers; and the report of the demo."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

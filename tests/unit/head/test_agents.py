@@ -1,7 +1,5 @@
 """What the head makes of what agents say, and what it answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`[checkpoint] path`: checkpoints of a run are where its owner wants them."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Slurm's clock and ours differ: everything that the head compares is on its own, so no deadline moves."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

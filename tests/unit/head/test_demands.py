@@ -1,7 +1,5 @@
 """What a run asks for follows from its options, also before it exists."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, request

@@ -1,7 +1,5 @@
 """Harvest jobs that come to nothing: they end before an agent comes, or somebody cancels them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

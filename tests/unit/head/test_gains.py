@@ -1,7 +1,5 @@
 """From beats to curves to what nodes are worth: the head's parts without its processes."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The head's Slurm side on a made-up cluster: from polls to submissions and back, without processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the head's loop takes at once, and what it need not hear."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The head beside others: polls, give-backs with a deadline, refusals, and what is kept of the delays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

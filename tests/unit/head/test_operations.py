@@ -1,7 +1,5 @@
 """What operators do to runs, and how a run keeps to its budget: the head's parts without its processes."""
 
-from __future__ import annotations
-
 import errno
 import math
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What ended runs have left goes by count and age, and nothing that somebody would miss; ticks look at them no more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nodes whose network fails: links that hold a run up, agents that do not come."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

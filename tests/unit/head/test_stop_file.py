@@ -1,7 +1,5 @@
 """The administrators' switch: a file that stops all harvesting while it exists."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the head remembers of others from poll to poll: nodes that stay free for jobs which Slurm does not start."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

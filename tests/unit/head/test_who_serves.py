@@ -1,7 +1,5 @@
 """Which head serves a folder: leases, and heads that agents start."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

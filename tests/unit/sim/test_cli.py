@@ -1,7 +1,5 @@
 """`fallow simulate` from its words to its report, on a made-up trace of a few jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The simulated Slurm: cases that can be worked out by hand, holes, and random loads."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The head in virtual time: how it paces what it asks of Slurm, and treats those who wait."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from fallow.config import Slurm

@@ -1,7 +1,5 @@
 """Policies on holes that can be added up by hand, what holds for all, and the loop in which they are played."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Known: scores of BFTrainer's own simulator (arXiv 2106.12091, GitHub BFTrainer/R
 starts what is asked for at once; here a backfill cycle comes each second, and a poll every five.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from fallow.config import Slurm

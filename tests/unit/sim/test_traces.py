@@ -1,7 +1,5 @@
 """Readers of recorded clusters: what is used, what is bad, what has to be assumed, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Runs in virtual time: changes, what they cost, what is measured; curves and costs."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import log1p
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slurm's commands: what keeps them from starting, and one poll from what was read at several moments."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

@@ -1,7 +1,5 @@
 """What Slurm's accounting says of the owner: limits, fair share, priorities."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

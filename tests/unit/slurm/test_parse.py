@@ -1,7 +1,5 @@
 """Parsers of Slurm's output, on real output of four versions and on what users may make of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

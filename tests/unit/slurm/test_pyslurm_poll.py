@@ -1,7 +1,5 @@
 """What pyslurm 25.11.2 gave for jobs, nodes and partitions of a real Slurm 25.11.7, turned into our own structs."""
 
-from __future__ import annotations
-
 import os
 from enum import Flag
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which processes a testbed takes for its own, and what a load does whose testbed is gone."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading

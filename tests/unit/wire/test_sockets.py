@@ -1,7 +1,5 @@
 """A ZeroMQ socket in the loop: nothing is overlooked, and a thousand sends cost one look."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """Confirmation and help."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from rich.style import Style

@@ -1,7 +1,5 @@
 """What both screens have: the line at the top, the event log, and what an operator can do to a run."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.style import Style
@@ -108,7 +106,7 @@ class OperatorScreen(Screen[None]):
     _valid: tuple[bool | None, ...] = ()
 
     @property
-    def top(self) -> TopApp:
+    def top(self) -> "TopApp":
         """The application, by its own type."""
         from fallow_tui.app import TopApp
 

@@ -1,7 +1,5 @@
 """The two screens: all nodes and runs with who was where when; and one run with its members. Both with the events."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from rich.text import Text

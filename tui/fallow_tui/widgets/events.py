@@ -1,7 +1,5 @@
 """The event log, with a filter."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Self
 
 from rich.text import Text

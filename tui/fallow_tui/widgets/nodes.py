@@ -1,7 +1,5 @@
 """The node map: one tile per node, with a glyph for its owner."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from rich.cells import cell_len

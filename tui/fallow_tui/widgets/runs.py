@@ -1,7 +1,5 @@
 """The table of runs, and of any rows that are drawn again and again: the cursor stays on its row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """The membership timeline: a row per node, time from left to right, and why the last changes happened."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import ClassVar
 

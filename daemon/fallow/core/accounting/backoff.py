@@ -4,8 +4,6 @@ Reasons: squeue(1), JOB REASON CODES, and `job_reason_string` in Slurm's sources
 begin with `Assoc` and `QOS`; new ones appear with every release, so they are told apart by their words.
 """
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 
@@ -80,7 +78,7 @@ class Asker(msgspec.Struct, frozen=True, cache_hash=True):
     qos: str = ""
 
     @classmethod
-    def of(cls, spec: RunSpec, ordered: Asker | None = None) -> Asker:
+    def of(cls, spec: RunSpec, ordered: "Asker | None" = None) -> "Asker":
         """For harvest jobs of a run: what its script says, else the configuration, else as the base job.
 
         In lower case, as Slurm shows all accounts and QOS, however somebody has written them (`xstrtolower` in Slurm's

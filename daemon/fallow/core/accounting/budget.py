@@ -6,8 +6,6 @@ which it may exist (before it is submitted, and while nobody knows whether Slurm
 held. Nothing here depends on a clock but how long a running job has held its nodes so far, so clocks may step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import inf
 

@@ -8,8 +8,6 @@ A job that was preempted keeps its `PreemptTime`, whatever its last state is (se
 whose prolog fails, and drains the node (seen on 22.05).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 import msgspec

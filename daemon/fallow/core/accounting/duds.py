@@ -5,8 +5,6 @@ job is put off, each time for twice as long; then one is tried, not all at once;
 any agent nothing is asked for until somebody has had a look. (HyperQueue pauses a queue after 3 jobs that failed so.)
 """
 
-from __future__ import annotations
-
 import msgspec
 
 DUDS = 3

@@ -4,8 +4,6 @@ All projects that have a run are due the same part. As in Slurm's own fair share
 project counts less by a power of two of what it had beyond its due (`slurm.schedmd.com/priority_multifactor.html`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -52,7 +50,7 @@ class PastUse(msgspec.Struct, kw_only=True):
         """Take in what is over; see `faded_use`."""
         self.node_s, self.at = self.faded(at) + faded_use(spans, at), at
 
-    def merge(self, other: PastUse) -> None:
+    def merge(self, other: "PastUse") -> None:
         """Take in the use of another one."""
         at = max(self.at, other.at)
         self.node_s, self.at = self.faded(at) + other.faded(at), at

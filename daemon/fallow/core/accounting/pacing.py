@@ -6,8 +6,6 @@ normal priority are asked for until it is ahead again. Once the deadline has pas
 is held to the speed that the schedule took, so that it ends soon, and not at any price.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

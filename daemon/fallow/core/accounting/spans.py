@@ -5,8 +5,6 @@ batch script may run on. So jobs are followed until Slurm has shown their end, o
 allocation is *settled*, and what it cost is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -54,7 +52,7 @@ class Use(msgspec.Struct, kw_only=True):
     "of that, for steps that were done again after a kill"
 
 
-def follow(allocation: Allocation, jobs: Sequence[JobInfo], at: float, gpus: Mapping[str, int]) -> bool:
+def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: Mapping[str, int]) -> bool:
     """Bring the spans of an allocation up to date with a poll.
 
     Args:
@@ -82,13 +80,13 @@ def follow(allocation: Allocation, jobs: Sequence[JobInfo], at: float, gpus: Map
     return before != _written(allocation)
 
 
-def _written(allocation: Allocation) -> bytes:
+def _written(allocation: "Allocation") -> bytes:
     return msgspec.msgpack.encode(
         (allocation.spans, allocation.limit_s, allocation.slurm_state, allocation.unseen_at is None)
     )
 
 
-def held(allocation: Allocation, at: float) -> list[tuple[float, float]]:
+def held(allocation: "Allocation", at: float) -> list[tuple[float, float]]:
     """Beginning and end (Unix time; until `at` at most) of the time for which an allocation has had each of its nodes.
 
     What Slurm has not shown yet counts from when the allocation began, as far as its nodes are known.
@@ -101,7 +99,7 @@ def held(allocation: Allocation, at: float) -> list[tuple[float, float]]:
     return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
 
 
-def _follow_job(allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[str, int]) -> None:
+def _follow_job(allocation: "Allocation", job: JobInfo, at: float, gpus: Mapping[str, int]) -> None:
     if job.start_at is None or not job.nodes or job.state not in ON_NODES | ENDED_STATES:
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
@@ -119,7 +117,7 @@ def _follow_job(allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[s
     span.end_at = None if not over else at if job.end_at is None else job.end_at
 
 
-def _not_shown(allocation: Allocation, at: float) -> bool:
+def _not_shown(allocation: "Allocation", at: float) -> bool:
     """Two polls without it: Slurm has forgotten it. It ended before the first of them, at its limit at the latest."""
     if allocation.live or allocation.state is AllocationState.LOST:
         # Whether it is gone is not for one poll to say (`allocations.observe`); a lost one may still appear.

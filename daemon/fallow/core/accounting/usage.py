@@ -4,8 +4,6 @@ Slurm says how long each node was held (`spans`), the head when its workers were
 span goes to exactly one source, whatever the clocks said: what the head measured is cut to what Slurm allocated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -36,7 +34,7 @@ class Tally(msgspec.Struct, kw_only=True):
         self.node_s[source] = self.node_s.get(source, 0.0) + node_s
         self.gpu_s[source] = self.gpu_s.get(source, 0.0) + gpu_s
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: "Tally") -> None:
         for source, seconds in other.node_s.items():
             self.add(source, seconds, other.gpu_s.get(source, 0.0))
         self.jobs += other.jobs

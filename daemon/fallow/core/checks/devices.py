@@ -5,8 +5,6 @@ Slurm sets one variable for each kind of GPU that a site has configured, and sev
 (https://rocm.docs.amd.com, "GPU isolation").
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

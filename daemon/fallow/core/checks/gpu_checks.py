@@ -1,7 +1,5 @@
 """What `fallow doctor --gpu` concludes from what the nodes of an allocation say of themselves. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec

@@ -4,8 +4,6 @@
 documentation: prefixes with commas; `=` in front means exact names, `^` all but those, `^=` all but those exact names.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What `fallow doctor` concludes from what it has seen. Pure: facts in, verdicts out."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 

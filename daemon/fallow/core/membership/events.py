@@ -5,8 +5,6 @@ no step of the system clock is seen. Stamp a report when it is *received*. Make 
 received by then has been handled: then the machine never judges ahead of what is known.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -3,8 +3,6 @@
 They only note facts. Which generation follows from a fact is for the rules of `tables.RUN`.
 """
 
-from __future__ import annotations
-
 from fallow.core.membership import events as ev
 from fallow.core.membership import losses
 from fallow.core.membership.messages import Checkpoint, Report

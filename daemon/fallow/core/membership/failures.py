@@ -5,8 +5,6 @@ that comes now and then over weeks is no host's fault, so a failure counts for a
 mended, so it is tried again, after a longer time for each bar.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from fallow.core.membership.names import member_name

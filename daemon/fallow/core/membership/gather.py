@@ -4,8 +4,6 @@ A node's part holds those of all its workers. It costs the same however many oth
 In memory only: a generation that was being built when the head died is burned anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 A loss is only noted here. Which generation follows from it is for the rules in `tables`.
 """
 
-from __future__ import annotations
-
 from signal import SIGTERM
 
 from fallow.core.membership import events as ev

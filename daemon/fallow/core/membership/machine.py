@@ -13,8 +13,6 @@ The manner is that of `distributed.worker_state_machine` (dask/distributed): eve
 the error message, and a switch for validation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,6 @@ does a new value of an enum. All fields are bounded: they come from the network,
 Progress and metrics (loss, samples per second, busy links) are not here: they decide nothing about the membership.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Annotated
@@ -63,7 +61,7 @@ class Contract(Recorded, frozen=True, kw_only=True):
     restarts: bool = False
     "the script knows nothing of Fallow: each change of the membership restarts it"
 
-    def difference(self, newcomer: Contract) -> str | None:
+    def difference(self, newcomer: "Contract") -> str | None:
         """Why a newcomer cannot join those who have this one: the first thing that is another; None: it can."""
         if (newcomer.global_batch, newcomer.shards) != (self.global_batch, self.shards):
             return (

@@ -1,7 +1,5 @@
 """Actions of the table `tables.RUN`: how a generation is begun, given up, committed and completed; the run's end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -4,8 +4,6 @@ For people the first node to arrive is `n0`, as in the schedules of `fallow loca
 node's name; one of several is `n0.1`.
 """
 
-from __future__ import annotations
-
 import re
 
 from fallow.model import Exit, FallowError

@@ -1,7 +1,5 @@
 """Which generation the state calls for: who joins, who leaves, who has to go. Nothing is changed here."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Each record is stored under a key of its own (`core.records`). A turn writes the
 in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import msgspec

@@ -1,7 +1,5 @@
 """The records of one run, which of them were changed, and views of them. The machine alone changes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
@@ -35,7 +33,7 @@ class Roster:
     # -- store ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, run: str, stored: Mapping[str, bytes]) -> Roster:
+    def load(cls, run: str, stored: Mapping[str, bytes]) -> "Roster":
         """Read a run's records.
 
         Raises:

@@ -1,7 +1,5 @@
 """What the machine knows beside the records, and what it has to say: the ballot, trouble, orders for nodes."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ Rows of `NODE` note facts, rows of `RUN` look at how things stand. So it does no
 or how often. Conditions change nothing. The tables are at the end of this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -12,8 +12,6 @@ Silence proves nothing, and a head must not take its own absence for the death o
 A worker that says nothing to its own agent, which is heard, is another matter: its process hangs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

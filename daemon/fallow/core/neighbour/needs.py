@@ -10,8 +10,6 @@ back. Two jobs for which Slurm preempts at once may count on the same node, and 
 again (`SiteRules.preempts_again_s`). So once Slurm has taken a node, we give nodes back to those that still wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ with a new job whose factors are all 0, and goes first if it is older: the next 
 Priority tiers of partitions precede priorities, so no nice helps against them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from fallow.core.states import ON_NODES

@@ -6,8 +6,6 @@ a PreemptMode of its own shows the cluster's (Slurm's src/api/partition_info.c).
 that are safe at first (PreemptExemptTime there and in sacctmgr(1)) count as not preempted: others would have to wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec.structs import replace

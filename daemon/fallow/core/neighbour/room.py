@@ -1,7 +1,5 @@
 """What others' jobs could have of each node: now, once jobs that end have left, or once ours have left. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

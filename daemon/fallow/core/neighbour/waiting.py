@@ -1,7 +1,5 @@
 """Pending jobs of others that a free node could start, in Slurm's order, and how a site's Slurm treats them. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From poll to poll: when the next comes, for which jobs nodes are kept no more, and how long others waited. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ A request says how long (`--time`), of which kind and in which partition. Slurm 
 changed since the poll. Only idle GPUs of a shared node are asked for by the node's name: no other has that shape.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ with 64 workers of 64 shards. Published curves of training on idle nodes have 0.
 2106.12091), so it is believed until measured.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -8,8 +8,6 @@
 `Learner` keeps all of it up to date from poll to poll.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +128,7 @@ class Unstarted:
     declined: Mapping[tuple[str, str, Kind, Asker], tuple[int, float]] = field(default_factory=dict)
     "times that a node was left alone, and until when (Unix time)"
 
-    def look(self, cluster: ClusterState) -> Unstarted:
+    def look(self, cluster: ClusterState) -> "Unstarted":
         """After one more poll."""
         looks: dict[str, tuple[Look, float]] = {}
         for node in cluster.nodes:
@@ -145,7 +143,7 @@ class Unstarted:
         """For how long it has been seen as it is."""
         return max(0.0, at - self.looks[node][1]) if node in self.looks else 0.0
 
-    def decline(self, found: Iterable[Declined], at: float) -> Unstarted:
+    def decline(self, found: Iterable[Declined], at: float) -> "Unstarted":
         """After requests were found not to start there."""
         declined = dict(self.declined)
         for node, partition, run_class in found:

@@ -1,7 +1,5 @@
 """What may be asked for, and for whom: what the owner of the head allows, and what Slurm and time allow of it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import ceil
 

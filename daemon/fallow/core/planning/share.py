@@ -9,8 +9,6 @@ A change costs: all members stall for `pause_s`, and a new node trains only afte
 arXiv 2106.12091, with costs in time). A node changes hands only if that pays for both runs until another one comes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf, log1p

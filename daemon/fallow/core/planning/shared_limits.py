@@ -6,8 +6,6 @@ each one that Slurm tells (`[harvest] limit_reserve`) is left to others.
 Reasons: squeue(1), JOB REASON CODES. Limits: https://slurm.schedmd.com/resource_limits.html.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

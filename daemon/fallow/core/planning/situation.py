@@ -1,7 +1,5 @@
 """What a plan is made from, and which runs can use which nodes. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

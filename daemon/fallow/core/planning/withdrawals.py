@@ -1,7 +1,5 @@
 """Which requests have lost their point, what that teaches, and which nodes their administrators want back. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """`fallow submit` without doing it: what a command line, a script and an environment amount to."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """From a user's sbatch command to the submissions that Fallow makes: the base job and the harvest jobs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

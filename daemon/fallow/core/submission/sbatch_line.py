@@ -1,7 +1,5 @@
 """Splitting an sbatch command line the way sbatch does, and saying what it means for a run."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import deque

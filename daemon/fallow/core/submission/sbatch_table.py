@@ -4,8 +4,6 @@ Where versions differ in whether a value is required, "optional" is taken: an op
 after `=` (or glued to the letter), so a command line splits the same way for all of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from enum import StrEnum

@@ -4,8 +4,6 @@ Comma-separated items `+K@STEP`, `-K@STEP`, `-mI@STEP`, `kill:I@STEP`, `stop:I@S
 `head-kill@STEP`, `store-kill@STEP`. Members are numbered by arrival from 0.
 """
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ The header is read as sbatch reads it: comment lines before the first command, i
 with `#`; `#SBATCH hetjob` begins the next component of a heterogeneous job.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """The srun step in which an allocation's agents run: one per node, over all components of the job."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ A step belongs to the generation whose [first step, first step of the next gener
 generations wrote about that step was thrown away with its gradients and does not count.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Mapping
 
@@ -107,7 +105,7 @@ def audit(
     )
 
 
-def _owners(first_steps: Mapping[int, int], steps: int) -> array[int]:
+def _owners(first_steps: Mapping[int, int], steps: int) -> "array[int]":
     """Of each step, its generation. A later generation takes over from its first step on."""
     owner, end = array("q", bytes(8 * steps)), steps
     for generation, first in sorted(first_steps.items(), reverse=True):

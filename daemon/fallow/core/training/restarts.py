@@ -3,8 +3,6 @@
 A restart costs what was computed since the script's own last checkpoint, and the time in which it comes up again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 EVERY_S = 300.0

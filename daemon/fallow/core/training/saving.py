@@ -1,7 +1,5 @@
 """When the next periodic checkpoint is due: the age of what would be lost decides, whoever the members are. Pure."""
 
-from __future__ import annotations
-
 import msgspec
 
 RETRY_S = 10.0

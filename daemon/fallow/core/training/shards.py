@@ -8,8 +8,6 @@ of values that all of them hold: the paces that the control exchange of a finish
 generation. A pace is seconds per shard.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import heapq
@@ -189,7 +187,7 @@ class Division(NamedTuple):
         """Shards of each member, by rank, in a step of so many."""
         return list(_divided(shards, self.paces))
 
-    def revised(self, shards: int, paces: Sequence[float], step: int) -> Division:
+    def revised(self, shards: int, paces: Sequence[float], step: int) -> "Division":
         """The division from `step` on: another one if the last change is `EVERY` steps ago and it saves `GAIN`.
 
         Args:

@@ -6,8 +6,6 @@ to what was measured with the other nodes alone, or to an estimate from the memb
 computes slowly is no case for this module: its connections are idle, and `shards` gives that member fewer shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

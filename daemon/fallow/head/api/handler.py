@@ -1,7 +1,5 @@
 """What the head shows and is asked: the control socket's handler."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """What people ask of the head over the control socket."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fallow.control.protocol import LocalAllocation, NewRun

@@ -5,8 +5,6 @@ with the checkpoints. Of a run without checkpoints everything goes. What it used
 The head does this by itself, and `fallow prune` at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Reports of runs, and the audit of the samples that their workers say they have used."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence

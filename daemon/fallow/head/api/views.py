@@ -1,7 +1,5 @@
 """What people and programs see: snapshots and reports, derived from the book and the last poll."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 
 from fallow.core.allocations import Allocation, Shown

@@ -5,8 +5,6 @@ Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its m
 that is compared.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Errors that nobody expected: each costs what it came from, is counted, and is logged once with its traceback."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """What comes to the head's loop, from peers, the control socket, Slurm and the clock, in the order in which it came."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable

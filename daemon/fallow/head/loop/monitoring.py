@@ -3,8 +3,6 @@
 Metrics have their own prefix and base units; no job id or node name is a label.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

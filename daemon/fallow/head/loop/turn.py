@@ -1,7 +1,5 @@
 """One turn of the head: events go into the machines, effects come out and wait until the state is durable."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -79,7 +77,7 @@ class Turn:
     "unexpected errors; what the turn holds of their runs is discarded"
 
     @classmethod
-    def begin(cls, book: Book) -> Turn:
+    def begin(cls, book: Book) -> "Turn":
         """A turn of this moment."""
         return cls(book, steady(), time.time())
 

@@ -1,7 +1,5 @@
 """Conversations with agents: what they say becomes events of the run's membership, and each heartbeat is answered."""
 
-from __future__ import annotations
-
 from math import inf
 
 from fallow.core.accounting.duds import came

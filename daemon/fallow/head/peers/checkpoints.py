@@ -1,7 +1,5 @@
 """Checkpoints on disk, as the head sees them: those that nobody could tell it of, and those that go."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection
 from functools import partial

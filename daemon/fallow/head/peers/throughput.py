@@ -3,8 +3,6 @@
 A node whose link holds the whole run up is named, and let go where it was harvested (`core.training.slow_links`).
 """
 
-from __future__ import annotations
-
 from statistics import median
 
 from fallow.core.membership import events as ev

@@ -1,7 +1,5 @@
 """Where peers find the head: its key, its port, and the file that tells them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The accounts of all runs: what their jobs held and what came of it. Kept with the runs, shown by `fallow usage`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterable
 from itertools import takewhile

@@ -3,8 +3,6 @@
 While a file of the administrators exists (`[site] stop_file`), nothing is harvested.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What a run could use, and may spend: how many nodes more, of which kind, in whose name, within which budget."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What nodes are worth to each run: its curve, its project's share and its deadline become its gain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 

@@ -1,7 +1,5 @@
 """The Slurm side of the head: what polls show is taken in, and what the planner wants becomes requests and releases."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar

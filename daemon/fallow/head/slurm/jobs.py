@@ -3,8 +3,6 @@
 An allocation's job has started, is preempted, has ended, was cancelled by somebody, never came, or is left behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from math import inf
 

@@ -1,7 +1,5 @@
 """The others: whether we may harvest beside them, what they are given back and how soon, and how long they waited."""
 
-from __future__ import annotations
-
 from fallow.config import Config
 from fallow.core import records
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation
@@ -22,7 +20,7 @@ at the same time, and the one after it who came while that node was being left: 
 (`core.neighbour.needs`)."""
 
 
-def _without_histogram(fields: records.Fields) -> records.Fields:
+def _without_histogram(fields: "records.Fields") -> "records.Fields":
     past = fields.pop("past")
     return fields | {"forgotten": sum(past["classes"].values()), "longest_s": past["max_s"]}
 

@@ -4,8 +4,6 @@ They are one-node jobs like those for idle nodes, so that they come and go one b
 and QOS, for as long, and without `--nice`; nobody else's waiting job takes them away.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from math import ceil, inf
 

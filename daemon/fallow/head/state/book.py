@@ -3,8 +3,6 @@
 Plain memory; `Turn` says which runs changed and the app makes them durable.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable

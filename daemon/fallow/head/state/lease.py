@@ -11,8 +11,6 @@ A head acts only while its lease is valid: for `VALID_S` from the last look that
 before it does anything. No head ever writes to another one's file, and no clock is compared with another host's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -5,8 +5,6 @@ pruned, its record goes, and what it used moves to `PrunedRuns` in the same writ
 and after. These sums grow with days, accounts and partitions (`core.usage.by_month`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Jobs in order; each is planned at the first time at which it fits beside those t
 start now starts, the others have their nodes set aside.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from math import inf
 

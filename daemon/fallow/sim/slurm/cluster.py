@@ -1,7 +1,5 @@
 """Nodes, and which jobs are on them. Sets of nodes are integers: bit n is node n."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 from fallow.sim.slurm.jobs import Job, Partition

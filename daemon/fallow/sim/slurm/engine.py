@@ -3,8 +3,6 @@
 It is the agenda of a whole simulation: what happens beside the cluster is put there, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial

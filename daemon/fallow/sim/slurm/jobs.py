@@ -1,7 +1,5 @@
 """Jobs and partitions as the simulated scheduler keeps them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf
 

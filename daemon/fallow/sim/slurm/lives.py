@@ -4,8 +4,6 @@ Times measured on Slurm 22.05.8: SIGTERM reaches a step 0.17 s after a preemptio
 0.03 s after scancel; without grace SIGKILL follows half a second before KillWait is over.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence

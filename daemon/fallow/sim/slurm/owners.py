@@ -8,8 +8,6 @@ With `plans="known"` Slurm has planned the end of every hole: nothing starts tha
 "hidden" owners come back unannounced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf

@@ -3,8 +3,6 @@
 It goes strictly in order and does not look ahead (`src/slurmctld/job_scheduler.c`, `_schedule`).
 """
 
-from __future__ import annotations
-
 from math import inf
 
 from fallow.sim.clock import BACKFILL, PASS, next_beat

@@ -1,7 +1,5 @@
 """What backfill knows of the time to come: which nodes are set aside, and when jobs leave theirs."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 

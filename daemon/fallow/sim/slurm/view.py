@@ -1,7 +1,5 @@
 """What a poll of the simulated Slurm shows: made anew only for what changed since the last one."""
 
-from __future__ import annotations
-
 from math import inf
 
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo

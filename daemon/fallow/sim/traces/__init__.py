@@ -1,7 +1,5 @@
 """Recorded clusters: readers of the formats that are known, and one door to all of them."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reading a file of which some lines are bad: they are counted, a few are kept to be shown, and the rest is used."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections import Counter

@@ -7,8 +7,6 @@ Etsion and Feitelson, "Modeling User Runtime Estimates", JSSPP 2005. That the me
 needed is an assumption of ours.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """What a site's accounting says of its own last month: the output of `COMMAND`."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

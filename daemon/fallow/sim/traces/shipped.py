@@ -4,8 +4,6 @@ Idle nodes have no names. Of Philly the node that became idle last is taken firs
 nodes are the first k. Of Summit the node that has been busy for the longest is the next to be idle.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The clusters of traces: made up from a trace's own words, or read from what a site's `scontrol` prints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, isfinite

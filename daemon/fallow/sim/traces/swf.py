@@ -4,8 +4,6 @@
 https://www.cs.huji.ac.il/labs/parallel/workload/swf.html
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -9,8 +9,6 @@ first `Key=` of a line is the true one.
 An unknown state stays as the text it is; a time or number that cannot be read is None or 0, never an error.
 """
 
-from __future__ import annotations
-
 from fallow.slurm.parse.configuration import *
 from fallow.slurm.parse.inventory import *
 from fallow.slurm.parse.queue import *

@@ -1,7 +1,5 @@
 """The site's settings: `scontrol show config`, and of its QOS how they preempt each other, `sacctmgr show qos`."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

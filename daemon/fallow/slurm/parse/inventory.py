@@ -1,7 +1,5 @@
 """Nodes, partitions, reservations: `scontrol -o -d show`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

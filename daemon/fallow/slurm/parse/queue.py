@@ -1,7 +1,5 @@
 """Jobs: `squeue -O`, and what sbatch answers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

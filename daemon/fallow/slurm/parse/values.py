@@ -1,7 +1,5 @@
 """Small values, as all of Slurm's commands write them: numbers, times, sizes, lists of nodes, states of a node."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections.abc import Collection, Iterator

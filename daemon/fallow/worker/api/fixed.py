@@ -1,7 +1,5 @@
 """A world without a head: plain `python`, `torchrun`, or `srun` with the usual variables."""
 
-from __future__ import annotations
-
 import os
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ that knows just these two, and makes way for the real one as soon as anything el
 submodule, DDP, any other name. What torch has kept of the stand-in's answers is taken back then.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What makes a process a worker: its channel to the agent, its signals and its end."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -35,7 +33,9 @@ _NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_p
 "Beginnings of file names that are not part of a user's script."
 
 
-def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signal.Signals = signal.SIGKILL) -> Session:
+def session_with_agent(
+    descriptor: str, *, grouped: bool = True, orphaned: signal.Signals = signal.SIGKILL
+) -> "Session":
     """The conversation over the socket that this process has inherited as `descriptor`; it is not open yet.
 
     Args:
@@ -145,7 +145,7 @@ class Ending:
     What a `sys.exit` or `raise SystemExit` carries is nobody's to see here: whoever waits for the process has it.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: "Run") -> None:
         self._run = run
         self._owner = os.getpid()
         frame = sys._getframe()

@@ -1,7 +1,5 @@
 """The public API: `fallow.init`, `Run`, `Released`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any

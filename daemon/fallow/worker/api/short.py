@@ -3,8 +3,6 @@
 A gate lets prepared objects act behind the backward of a step's last shard only.
 """
 
-from __future__ import annotations
-
 import copyreg
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import MethodType
@@ -22,7 +20,7 @@ _TWO_LEVELS = (
 )
 
 
-def steps(loop: Loop, gate: Gate, updates: Generator[Update, None, None]) -> Iterator[Any]:
+def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> Iterator[Any]:
     """Batches of this member's shards.
 
     In each body stands one backward, and behind it what acts: `opt.step()`, `opt.zero_grad()`, schedulers, scalers and

@@ -10,8 +10,6 @@ gGGGGGGGG-sSSSSSSSSSSSS/
     .metadata                   torch's own index (a pickle: for torch's tools, Fallow never reads it); comes last
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path
@@ -72,7 +70,7 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> FileInfo:
+    def of(cls, path: Path) -> "FileInfo":
         """Read the file."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,5 @@
 """Cutting a replicated state into parts, and copying one: all that the training waits for."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter, defaultdict

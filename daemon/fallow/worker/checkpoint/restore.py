@@ -1,7 +1,5 @@
 """Reading a checkpoint, with any number of members: every file's digest first, then its content."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import mmap

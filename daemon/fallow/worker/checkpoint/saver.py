@@ -1,7 +1,5 @@
 """When this member takes part in a checkpoint: the interval, requests, and leaving."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

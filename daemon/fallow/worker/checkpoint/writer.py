@@ -8,8 +8,6 @@ its `FileSystemWriter` makes: each chunk as `torch.save` writes it, one behind t
 own manifest and never opens torch's index, which is a pickle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """What this worker did with which samples: a file of JSON lines, read by `core.audit`."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -5,8 +5,6 @@ this process asks for. With `num_workers`, loader processes load ahead along the
 plan changes stays, and what arrives and is not wanted any more is thrown away.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys
@@ -91,7 +89,7 @@ class ElasticLoader(Source):
         """Return the optimizer steps in one epoch."""
         return self.layout.steps
 
-    def order(self, epoch: int) -> array[int]:
+    def order(self, epoch: int) -> "array[int]":
         """Return the sample numbers of an epoch, in order: the same on every member and for every membership.
 
         Raises:
@@ -188,7 +186,7 @@ class ElasticLoader(Source):
             if step == self.layout.steps:
                 epoch, step = epoch + 1, 0
 
-    def _make_order(self, epoch: int) -> array[int]:
+    def _make_order(self, epoch: int) -> "array[int]":
         sampler, seed = self.source.sampler, mix(self.seed, "order", epoch)
         if isinstance(sampler, SequentialSampler):
             return array("q", range(len(sampler)))
@@ -204,7 +202,7 @@ class ElasticLoader(Source):
             set_epoch(sampler, epoch)  # the script's own call, if there is one, may come after prefetching has begun
             return self._numbers(sampler)
 
-    def _numbers(self, sampler: Iterable[Any]) -> array[int]:
+    def _numbers(self, sampler: Iterable[Any]) -> "array[int]":
         """Read a sampler to its end."""
         kind = type(sampler)
         size, told = _length(self.dataset), _length(sampler)

@@ -1,7 +1,5 @@
 """Loader processes: torch's DataLoader runs them, with the settings of the script's own loader."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Random numbers that do not depend on the membership: each shard starts from a seed of its own."""
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

@@ -1,7 +1,5 @@
 """What the loop needs of its data: how each step is cut into shards, and the batch of each shard."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ gives the same on every node and does not divide itself by rank. The beginning o
 CRCs that members compare in every step, so a data set that does otherwise is found in its first step.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import zlib

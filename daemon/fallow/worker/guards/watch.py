@@ -1,7 +1,5 @@
 """What a script must not do to prepared objects, and what members compare in each step."""
 
-from __future__ import annotations
-
 import sys
 import zlib
 from collections.abc import Callable, Sequence

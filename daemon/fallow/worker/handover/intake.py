@@ -1,7 +1,5 @@
 """A receiver's end of the hand-over: see `supply`, which is the other end."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Sequence

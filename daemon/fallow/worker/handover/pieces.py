@@ -6,8 +6,6 @@ one is filled while the other is sent, or received while the other is emptied. T
 side stream of its own (see `device.side_stream`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -4,8 +4,6 @@ Copies are made and put back between steps, where nobody waits for this worker's
 for it. Pinned memory for a whole state would take long to get and stay with the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence, Set
 from typing import Any
 

@@ -12,8 +12,6 @@ before, by hand, tears what is sent. The receiver notices by the weights' finger
 the middle part early; see `Standing.whole`.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

@@ -4,8 +4,6 @@ A transfer begins at a switch, when all members stand between two updates and ha
 must have before they can begin is sent in the pause. The rest arrives behind, see `Standing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What members must do alike, and what is said where they do not. Pure: no waiting, no state."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@ knows that every member has them, and may act; who is interrupted before still h
 *outcome*, a few bytes.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,7 +189,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     "the members began the step with unlike weights"
 
     @classmethod
-    def of(cls, parts: Sequence[Part], sums: Sums) -> Outcome:
+    def of(cls, parts: Sequence[Part], sums: Sums) -> "Outcome":
         """Conclude from all members' parts, and from what they say of the sums together."""
         first = parts[0].switch
         return cls(

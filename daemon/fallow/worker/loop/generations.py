@@ -1,7 +1,5 @@
 """Going over to the next generation: when, with whom, and what is reported of it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Who has finished an operation knows that all could: so nobody is more than one a
 what the others concluded, a few bytes. State goes to newcomers, and to those that had not received all of it.
 """
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable, Sequence

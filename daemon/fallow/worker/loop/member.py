@@ -1,7 +1,5 @@
 """What one worker has of a run: shared by the loop's parts."""
 
-from __future__ import annotations
-
 import time
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How fast this member is: seconds of its own work per shard, without the time that it waits for others."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

@@ -5,8 +5,6 @@ ordered as a script comes to them. A newcomer's script comes from the top: it sk
 place, and is in sync where the two meet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -105,7 +103,7 @@ class Position(msgspec.Struct, kw_only=True):
         self.call = 0
 
     @staticmethod
-    def of(saved: Any) -> Position:
+    def of(saved: Any) -> "Position":
         """From its fields, as members and checkpoints give them."""
         position = msgspec.convert(saved, Position)
         # Checkpoints of older versions count calls from the script's beginning, and tell where the epoch began.

@@ -4,8 +4,6 @@ A newcomer rehearses its first update by itself: whole, but for one batch only, 
 makes the optimizers' state, starts loader processes and fixes the order in which gradients come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,7 +40,7 @@ _IN_FRONT = (
 class InnerLoop(Iterator[Any]):
     """What `for batch in update` goes over; `phase` is empty if the update has one inner loop only."""
 
-    def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+    def __init__(self, loop: "Loop", update: "Update", phase: str) -> None:
         assert loop.member.source is not None
         self._loop = loop
         self._member = loop.member
@@ -123,7 +121,7 @@ class _Attempt:
 class Shards(InnerLoop):
     """This member's shards, handed out again as long as the sums are not whole and certain."""
 
-    def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+    def __init__(self, loop: "Loop", update: "Update", phase: str) -> None:
         super().__init__(loop, update, phase)
         self._attempt: _Attempt | None = None
         "in the generation at work"

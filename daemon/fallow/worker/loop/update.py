@@ -1,7 +1,5 @@
 """One optimizer step, as a script sees it, and what follows from it before the next."""
 
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ class Update:
     with whole gradients.
     """
 
-    def __init__(self, loop: Loop, *, rehearsal: bool) -> None:
+    def __init__(self, loop: "Loop", *, rehearsal: bool) -> None:
         self._loop = loop
         self._kind = RehearsedShards if rehearsal else Shards
         self.began = time.monotonic()

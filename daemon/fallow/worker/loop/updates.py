@@ -1,7 +1,5 @@
 """The loop over updates: calls of `run.updates`, and what a script does between them together with others."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Generator

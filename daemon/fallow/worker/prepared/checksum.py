@@ -1,7 +1,5 @@
 """Fast sums by which members compare what they hold, and tell what arrives damaged. Not secure against an adversary."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections import Counter

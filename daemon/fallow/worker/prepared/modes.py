@@ -9,8 +9,6 @@ lines that switched them. Members need not agree on them between two updates: on
 `eval()`. So newcomers get what is frozen, and what rests, each only where all who have the state agree on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `run.prepare` took over, and all of its state as one tree."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set

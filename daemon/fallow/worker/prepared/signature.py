@@ -4,8 +4,6 @@ Gradients change with the number of threads and with the instruction set, so mem
 everything listed here; a newcomer that differs is refused, with the first difference in words.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -7,8 +7,6 @@ tensors is the order in which members send them, save them and put them back. A 
 is one tensor in all of them again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """How gradients of shards are added up: what the reduction asks of an arithmetic, and the fast one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The layout is a function of the parameters and of one learned order, so all memb
 no gradient while the order was learned lie in buckets of their own, behind the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -112,7 +110,7 @@ class Sum:
             if not filled and offset >= self._bucket.batched:
                 view.zero_()
 
-    def add_(self, other: Sum) -> None:
+    def add_(self, other: "Sum") -> None:
         """Add another one of the same bucket."""
         self.flat.add_(other.flat)
 
@@ -216,7 +214,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
 
     @staticmethod
-    def joined(parts: Sequence[Sums]) -> Sums:
+    def joined(parts: "Sequence[Sums]") -> "Sums":
         """Put all members' parts together; the order of the parts is that of the ranks."""
         return Sums(
             is_void=any(part.is_void for part in parts),

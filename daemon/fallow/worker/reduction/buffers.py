@@ -4,8 +4,6 @@ As under DDP, all buffers of the member that has shard 0 go to all members in ea
 copies stay on the buffers' device, and the host waits for none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 

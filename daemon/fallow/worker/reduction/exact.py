@@ -1,7 +1,5 @@
 """Sums of gradients that do not depend on who computed which shard: every element is added up in one fixed order."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -79,7 +77,7 @@ class Exact(Arithmetic):
         """The leaf of the shard at work."""
         return self._tree(bucket).leaf(self._shard)
 
-    def _tree(self, bucket: Bucket) -> _Tree:
+    def _tree(self, bucket: Bucket) -> "_Tree":
         tree = self._trees.get(bucket.number)
         if tree is None:
             tree = self._trees[bucket.number] = _Tree(bucket, self._first, self._unused[bucket.number])
@@ -118,7 +116,7 @@ class Exact(Arithmetic):
             self._sums[bucket.number] = total
             group.collect(total.flat)
 
-    def _add_up(self, exchanges: Sequence[_Exchange], whole: torch.Tensor) -> None:
+    def _add_up(self, exchanges: "Sequence[_Exchange]", whole: torch.Tensor) -> None:
         """Fill this member's piece with the sum of all members' nodes, chunk by chunk."""
         first, stop = exchanges[0].start, exchanges[0].stop
         size = max(1, stop - first) if asynchronous(whole.device) else _CHUNK

@@ -9,8 +9,6 @@ leave at the end of the sum. One that is too low makes the sum void: a gradient 
 members then make the sum again, and its buckets leave at the end, as they do in a newcomer's first sum.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import defaultdict, deque

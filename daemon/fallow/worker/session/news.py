@@ -1,7 +1,5 @@
 """What the head says of the run, and for how long it has been silent."""
 
-from __future__ import annotations
-
 import time
 
 from fallow.core.protocol import News

@@ -4,8 +4,6 @@ An order states how things have to be, so whatever was said before it counts no 
 The exceptions are the reasons for which a wait for the next generation is over for good.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fallow.core.membership.messages import End, Finish, Order, Outcome, Peer, Plan, Refusal

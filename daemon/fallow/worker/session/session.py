@@ -4,8 +4,6 @@ Messages arrive on the channel's thread and become facts behind one condition; t
 the turn of the loop. What this worker says is its whole status, with every beat and as soon as a fact has changed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -3,8 +3,6 @@
 Which member speaks for all is `run.is_main`. Marks in a worker's output show it to its agent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -8,8 +8,6 @@ authentication, so it listens on the first member's cluster address alone, for a
 that is, the agents learn through the head.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

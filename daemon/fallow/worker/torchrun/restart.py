@@ -3,8 +3,6 @@
 A started worker of `fallow run --restart` is this process; COMMAND is started anew with each generation.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The group of a generation: who is in it, how it is built beside the one that trains, and how it is taken down."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ communicator's own stream, `Work.wait` makes the current stream wait and not the
 leaves garbage, from any thread, and may take long. An error of the communicator shows in `get_error` alone.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -6,8 +6,6 @@ waits for a device but through `wait`, and `handover.snapshot` between steps. On
 there is nothing to wait for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -9,8 +9,6 @@ have connected meanwhile: its address is not published yet. gloo remembers the f
 store puts the new one in its place. Linux: proc(5), fdinfo of epoll.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

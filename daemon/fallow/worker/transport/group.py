@@ -14,8 +14,6 @@ communicator is aborted, which ends its collectives with garbage: what a device 
 A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ reason. Layout: `struct tcp_info` of linux/tcp.h. Linux has the two counters sin
 ever busy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

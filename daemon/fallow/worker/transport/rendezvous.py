@@ -4,8 +4,6 @@ What ranks set under one family of keys (gloo's addresses, cards of lines) is on
 set, and all get everything at once. So a group costs each member a handful of messages, whatever its size.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence

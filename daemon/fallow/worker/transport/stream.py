@@ -12,8 +12,6 @@ A member trusts nothing that comes in: whoever connects must say the token that 
 store of its generation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import secrets

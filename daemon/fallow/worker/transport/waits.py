@@ -1,7 +1,5 @@
 """Exchanges of a few bytes among members, and waits for them, which another thread can end."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
@@ -43,7 +41,7 @@ class Connections:
 class Exchange:
     """An exchange of bytes among members: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
 
-    def __init__(self, waits: Waits, taken: torch.Tensor, lengths: Sequence[int], works: Sequence[Any] = ()) -> None:
+    def __init__(self, waits: "Waits", taken: torch.Tensor, lengths: Sequence[int], works: Sequence[Any] = ()) -> None:
         self._waits, self._taken, self._lengths, self._works = waits, taken, lengths, works
 
     def wait(self) -> list[bytes]:

@@ -1,7 +1,5 @@
 """Where node-seconds go, and who gets them: sums, conservation, money and fair share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """The node-hour budget (I10), against our own queue, a Slurm that answers late, loses answers and forgets jobs, and
 clocks that step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import floor
 from typing import Any

@@ -1,7 +1,5 @@
 """What is concluded from what was seen of a site, and of its nodes' GPUs and network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

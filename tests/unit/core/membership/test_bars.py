@@ -1,7 +1,5 @@
 """Failures that age, hosts that are barred for a while, and a run all of whose nodes are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hypothesis import given

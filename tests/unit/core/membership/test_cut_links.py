@@ -1,7 +1,5 @@
 """Cut links: who has to go so that those left reach each other."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

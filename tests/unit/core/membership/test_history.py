@@ -1,7 +1,5 @@
 """The checker of histories finds what is wrong in broken logs, and nothing in whole ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that is large or goes on for long costs no more for each node and change."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

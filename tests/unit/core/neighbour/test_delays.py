@@ -1,7 +1,5 @@
 """How long others waited for a node of ours."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

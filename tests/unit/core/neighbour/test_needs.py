@@ -1,7 +1,5 @@
 """What is given up for others."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

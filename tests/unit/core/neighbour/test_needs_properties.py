@@ -1,7 +1,5 @@
 """What is given up for others in any small cluster, against a search through everything."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Nodes that Slurm takes from us by itself, and those that it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whether we may harvest at all, how nice our requests are, and whether anybody would take a node back from us."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

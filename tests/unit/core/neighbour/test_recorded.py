@@ -1,7 +1,5 @@
 """The command line client's own queries and what real Slurms answered to them, see `tests/data/slurm/record.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

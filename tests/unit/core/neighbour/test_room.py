@@ -1,7 +1,5 @@
 """Which nodes a job that waits could be given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

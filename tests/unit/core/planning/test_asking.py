@@ -1,7 +1,5 @@
 """Which idle nodes are asked for, and for how long."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is learned: how nodes come, and what is left alone, in whose name, and for how long."""
 
-from __future__ import annotations
-
 import pytest
 
 from builders import NOW, allocation, cluster, gpu_node, node, preempting, request

@@ -1,7 +1,5 @@
 """Requests that wait for nodes which others still have, and the reasons for idle nodes that are not used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

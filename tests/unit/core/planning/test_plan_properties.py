@@ -1,7 +1,5 @@
 """Whatever the situation, a plan keeps to its limits, and is made again while nothing has changed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Harvest jobs leave room under the limits of accounts and QOS to their owner and to the owner's group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole plan with several runs: who is asked for what, limits, and that a plan that was carried out is the last."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Requests that are taken back, nodes that are given back, and what is not asked for again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """sbatch's command line: split as sbatch does, and turned into our submissions."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

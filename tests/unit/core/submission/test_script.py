@@ -1,7 +1,5 @@
 """Batch scripts: what the header says, and how harvest jobs run them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A ledger whose disk has no room, or hangs: nothing is raised, nothing is misread, and what is missing is said."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

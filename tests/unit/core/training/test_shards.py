@@ -1,7 +1,5 @@
 """Shards: each sample once, in proportion to speed."""
 
-from __future__ import annotations
-
 import itertools
 from array import array
 

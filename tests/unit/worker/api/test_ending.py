@@ -1,7 +1,5 @@
 """How a script ends, and what is told of it whatever its texts hold."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

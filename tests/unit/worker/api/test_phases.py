@@ -1,7 +1,5 @@
 """Inner loops of one update with a sum each, and a newcomer's rehearsal of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ class Pair:
     def maker_loss(self, x: torch.Tensor) -> torch.Tensor:
         return F.softplus(-self.judge(self.make(x.flip(1)))).mean()
 
-    def plain(self) -> Pair:
+    def plain(self) -> "Pair":
         """Three epochs in plain PyTorch."""
         for _ in range(3):
             for x, _ in DataLoader(points(), 16):
@@ -45,7 +43,7 @@ class Pair:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def train(self, run: Run, batch_size: int = 4) -> Pair:
+    def train(self, run: Run, batch_size: int = 4) -> "Pair":
         """The same in two phases."""
         things = [self.make, self.judge, *self.optimizers, DataLoader(points(), batch_size)]
         loader = run.prepare(*things, global_batch=16)[-1]

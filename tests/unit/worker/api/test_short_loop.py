@@ -1,7 +1,5 @@
 """The short loop: a body per shard, in which prepared objects act at the step's last one only."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

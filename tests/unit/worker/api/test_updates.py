@@ -1,7 +1,5 @@
 """The loop in two levels in a world of one: a step of four shards equals plain PyTorch on the whole batch."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Durable checkpoints without processes: cutting, writing by several members (threads here), reading, damage."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,7 +1,5 @@
 """When members take part in checkpoints: interval, wishes, vetoes, and suspending in the middle of a periodic one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The elastic loader: which samples a shard has, and that loader processes and prefetching change nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

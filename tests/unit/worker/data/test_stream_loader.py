@@ -1,7 +1,5 @@
 """Streams: the same shards of the same steps for everybody who reads one, from wherever."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

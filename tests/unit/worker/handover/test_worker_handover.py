@@ -1,7 +1,5 @@
 """State over real gloo groups and sockets, one thread per member: receivers train on as the donors do."""
 
-from __future__ import annotations
-
 import copy
 import io
 import socket

@@ -1,7 +1,5 @@
 """What members must do alike, what is said where they do not, and what all conclude from their parts."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

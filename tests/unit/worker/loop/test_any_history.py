@@ -4,8 +4,6 @@ Members are threads and have no network, so that a thousand histories take minut
 draws fewer of them for real processes.
 """
 
-from __future__ import annotations
-
 import string
 import tempfile
 from functools import cache

@@ -1,7 +1,5 @@
 """Between two updates: division of shards, records of samples, lines of newcomers' scripts. Members in threads."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -111,7 +109,7 @@ class Staged(Script):
                 parameter.fill_(0.1)
         self.prepare(self.schedule, self.counts)
 
-    def stages(self) -> Staged:
+    def stages(self) -> "Staged":
         for stage in range(3):
             self.train()
             self.counts["calls"] += 1

@@ -4,8 +4,6 @@ Nor does a loss touch buffers, sums that are made again, or state on its way. In
 that are forced exactly.
 """
 
-from __future__ import annotations
-
 import tempfile
 import threading
 import time
@@ -43,7 +41,7 @@ class Training(Script):
         self.state: dict[str, Any] = {"steps": 0, "norms": torch.zeros(())}
         self.prepare(self.state, reproducible=reproducible)
 
-    def run_through(self, front: Callable[[Any], object] = lambda _: None, backwards: int = 1) -> Training:
+    def run_through(self, front: Callable[[Any], object] = lambda _: None, backwards: int = 1) -> "Training":
         """Two epochs of two steps, with something that all do together behind each and at the end.
 
         A second backward voids the first attempt at the first sum; what was learned in one that broke off does not

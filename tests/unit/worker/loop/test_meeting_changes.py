@@ -1,7 +1,5 @@
 """Members that come, leave, are healed or go back to a checkpoint; in threads of one process, by forced histories."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 import time

@@ -1,7 +1,5 @@
 """A member's own speed."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 from typing import ClassVar
@@ -23,7 +21,7 @@ class Event:
     made = 0.0
     "all that it was given to do"
     at: float
-    kept: ClassVar[weakref.WeakSet[Event]] = weakref.WeakSet()
+    kept: ClassVar["weakref.WeakSet[Event]"] = weakref.WeakSet()
 
     def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -33,7 +31,7 @@ class Event:
     def query(self) -> bool:
         return Event.reached >= self.at
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         assert self.query()
         assert end.query(), "torch raises then"
         return (end.at - self.at) * 1000

@@ -1,7 +1,5 @@
 """Where a newcomer's script meets the members, in the order in which `Loop` asks; no process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import msgspec

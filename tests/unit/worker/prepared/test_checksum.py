@@ -1,7 +1,5 @@
 """Sums by which members compare what they hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

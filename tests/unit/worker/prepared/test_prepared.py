@@ -1,7 +1,5 @@
 """What `run.prepare` takes over, and its state from one member to another."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import Counter, OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """What would be silently wrong with a changing membership is refused: what `e2e/test_misuse` does not show."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator

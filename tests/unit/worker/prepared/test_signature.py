@@ -1,7 +1,5 @@
 """The arithmetic signature, and who is refused because of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

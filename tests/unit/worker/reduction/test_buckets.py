@@ -1,7 +1,5 @@
 """How gradients are laid out in buckets, where compiled models are cut, and whose buffers count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums in one order: their bits are those of the tree over the shards, whoever computed which; what they keep."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Gradients summed over shards and members, against those of plain PyTorch, whatever way a script takes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Obeying orders: lists of members from deltas, what is built and dropped, and what is given up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a worker says of itself while it goes from one generation to the next, and how it waits for that."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

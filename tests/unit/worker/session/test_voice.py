@@ -1,7 +1,5 @@
 """Who is main, and how a worker's output is cut where that changes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 

@@ -1,7 +1,5 @@
 """Which address and ports are listened on: tables of interfaces in, one address out; and real sockets for ports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

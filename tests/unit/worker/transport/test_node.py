@@ -1,7 +1,5 @@
 """Workers of one node: what one of them has heard, all of them have."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

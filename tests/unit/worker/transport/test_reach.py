@@ -1,7 +1,5 @@
 """Who reaches whom, over real sockets and a store in memory."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import time

@@ -1,7 +1,5 @@
 """How members of a generation meet: gathers in the head, and what a group makes of them."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
