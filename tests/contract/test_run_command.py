@@ -177,13 +177,18 @@ def test_a_job_that_slurm_ends_is_left_to_slurm(tmp_path: Path, kind: Allocation
     assert "requeue" not in (job.folder / "scontrol.args").read_text()
 
 
-def test_a_job_that_slurm_would_requeue_after_the_grace_time_is_requeued_at_once(base: Job) -> None:
+@pytest.mark.parametrize(("version", "by_itself"), [("slurm-wlm 22.05.8", False), ("slurm 25.11.7", True), ("", False)])
+def test_a_job_that_slurm_would_requeue_after_the_grace_time_is_requeued_at_once(
+    base: Job, version: str, by_itself: bool
+) -> None:
+    """Slurm since 24.05 does so by itself when the script ends, and would do so twice for a job requeued by us."""
     watch_script(base)
     told = "JobId=5 JobState=RUNNING Requeue=1 PreemptTime=2026-11-25T01:13:31"
-    base.command("scontrol", f"echo $* >>scontrol.args; echo {told}")
+    base.command("scontrol", f'echo $* >>scontrol.args; test $1 = --version && echo "{version}" || echo {told}')
     base.run(Exit.NO_RESTART)
     assert not (base.folder / "how").exists()
-    assert (base.folder / "scontrol.args").read_text() == "show job --oneliner 5\nrequeue 5\n"
+    asked = (base.folder / "scontrol.args").read_text().splitlines()
+    assert asked == ["show job --oneliner 5", "--version", *([] if by_itself else ["requeue 5"])]
 
 
 def test_a_harvest_job_that_ends_as_planned_is_no_cancelled_one(harvest: Job) -> None:

@@ -6,6 +6,7 @@ return when the run is finished; the others end their job here, so that the line
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,9 @@ SCANCEL_S = 30.0
 SIGNAL_S = 2.0
 SCRIPT_S = 10.0
 """Slurm ends what is left of a job so soon after its script was killed."""
+
+_REQUEUES_ENDED_SCRIPTS = (24, 5)
+"""Since this version Slurm requeues a job whose script ends in the grace time of its preemption."""
 
 
 @click.command(
@@ -185,22 +189,27 @@ def end_job(reason: str, failed: bool = False) -> NoReturn:
 
 
 def requeue_if_preempted(job: str) -> bool:
-    """Requeue a job that Slurm is about to preempt and would requeue at the end of the grace time.
+    """Have a job requeued that Slurm is about to preempt and would requeue at the end of the grace time.
 
-    Its script ends now, and Slurm requeues no job whose script has ended. In the grace time Slurm has warned the steps
-    only, not this process.
+    Its script ends now. Before 24.05 Slurm requeues no job whose script has ended, so that is done here. A later one
+    requeues it by itself (slurmctld's proc_req.c, GRACE_PREEMPT); requeued here as well, the job would keep that mark,
+    and run again when it has finished. In the grace time Slurm has warned the steps only, not this process.
     """
     try:
-        argv = ["scontrol", "show", "job", "--oneliner", job]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCANCEL_S)
-        told = dict(word.partition("=")[::2] for word in done.stdout.split())
+        told = dict(word.partition("=")[::2] for word in _scontrol("show", "job", "--oneliner", job).stdout.split())
         preempted = told.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
         if told.get("JobState") == "RUNNING" and told.get("Requeue") == "1" and preempted:
-            argv = ["scontrol", "requeue", job]
-            return subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=SCANCEL_S).returncode == 0
+            version = re.search(r"(\d+)\.(\d+)", _scontrol("--version").stdout)
+            by_itself = version is not None and tuple(map(int, version.groups())) >= _REQUEUES_ENDED_SCRIPTS
+            return by_itself or _scontrol("requeue", job).returncode == 0
     except (OSError, subprocess.SubprocessError) as error:
         say(f"job {job}: Slurm does not say whether it is preempted ({error}); the head requests another one")
     return False
+
+
+def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
+    argv = ["scontrol", *words]
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=SCANCEL_S)
 
 
 def _kill(pids: Iterable[int]) -> None:
