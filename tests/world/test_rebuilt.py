@@ -200,6 +200,24 @@ def test_another_head_tells_of_no_loss_again_and_finds_no_other_reason_for_it() 
     assert rig.r.root.status is RunStatus.SUSPENDED
 
 
+@pytest.mark.parametrize("by_another_head", [False, True])
+def test_the_last_of_a_suspended_run_that_is_heard_again_goes_on_without_those_who_are_gone(
+    by_another_head: bool,
+) -> None:
+    rig = started(2)
+    rig.tick(13, 1, **WAITS)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+    rig.gone(1, signal=9)
+    assert rig.r.root.status is RunStatus.SUSPENDED
+    if by_another_head:
+        rig.restart()
+    rig.tick(rig.at + 4)
+    rig.tick(rig.at + 2, 2, **WAITS)
+    assert (rig.m.phase, rig.ballot.members, rig.orders[2].broken) == (RunPhase.REBUILDING, [2], 1)
+    rig.change()
+    assert rig.r.root.status is RunStatus.TRAINING
+
+
 # -- groups that break -------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ The two tables in `tables` say all of it. This module takes events in and has th
 Why it is safe. *All* members of a generation finish a step, or none does. So a generation is over for certain once one
 of its members has given it up for good: it has voted for a plan that interrupts it, it has passed the boundary behind
 it, or its end is proved. Silence proves nothing. Before that holds of every generation that may still finish steps,
-nothing is committed (`conditions.may_commit`). A planned change needs no such proof, because the members of the old
+nothing is committed (`tables.may_commit`). A planned change needs no such proof, because the members of the old
 generation agree on the boundary among themselves. Votes are not stored: a head that comes back burns what was not
 committed. Numbers and commits are stored before anybody hears of them.
 

@@ -183,9 +183,12 @@ class State:
     def _restore(self) -> None:
         """Take up what the head before had committed. What it only prepared is given up."""
         r, change = self.roster, self.roster.root.change
-        if change is not None or r.root.status is not RunStatus.SUSPENDED:  # else that was told
-            self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         self.trouble.broken = r.root.recovered
+        if change is None and r.root.status is RunStatus.SUSPENDED:
+            # All losses were told, and members that are heard again do not go on in that generation.
+            self.trouble.broken = max(r.root.generation, r.root.recovered)
+        else:
+            self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         if change is not None:
             number = change.generation
             change.bytes_in_pause = change.bytes_behind = 0  # all members tell theirs again
