@@ -116,6 +116,29 @@ def test_one_that_turns_up_while_a_newcomer_begins_alone_is_used_or_set_aside(is
         assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10")
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_one_that_turns_up_while_all_begin_together_is_set_aside_if_it_may_be_newer(is_heard: bool) -> None:
+    """They load the one of step 10: one of them says so while it is given up, or to a head that is replaced."""
+    rig = started(2)
+    save(rig, 10)
+    rig.gone(1, signal=9)
+    rig.gone(2, signal=9)
+    rig.limit(0)
+    begin = [rig.join("c"), rig.join("d")]
+    rig.limit(2)
+    rig.vote()
+    if is_heard:
+        rig.arrive(3, 3, 10)
+        rig.restart()
+    else:
+        rig.tick(rig.at + 13, 4, **WAITS)
+        rig.arrive(3, 3, 10, edition=0)
+    assert (rig.r.members, rig.m.has_state(3)) == (begin, not is_heard)
+    for step in (8, 20):
+        rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
+    assert usable(rig) == ([10, 8] if is_heard else [10])
+
+
 # -- going back --------------------------------------------------------------------------------------------------------
 
 

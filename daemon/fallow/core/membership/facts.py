@@ -9,7 +9,7 @@ from fallow.core.membership.messages import Checkpoint, Report
 from fallow.core.membership.moves import burn
 from fallow.core.membership.records import FailureKind, Node, Saved
 from fallow.core.membership.state import Broken, State
-from fallow.model import Exit, MemberPhase, RunStatus
+from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 
 def recover(m: State, report: Report, host: str) -> None:
@@ -119,10 +119,11 @@ def _is_superseded(m: State, new: Checkpoint) -> bool:
     """The run has gone on from before this checkpoint since the generation that wrote it."""
     r, change = m.roster, m.roster.root.change
     begun = r.history.first_steps + [(back.generation, back.to_step) for back in r.history.rollbacks]
-    if change is not None and r.members and not any(map(m.has_state, r.members)):
-        begun.append((change.generation, 0))  # its members begin with an earlier checkpoint
-    elif change is not None and change.first_step is not None:
-        begun.append((change.generation, change.first_step))
+    if change is not None and r.members:
+        goes_on = change.kind is not ChangeKind.START and any(map(m.has_state, r.members))
+        if change.first_step is not None or not goes_on:
+            # Without a state, its members begin with an earlier checkpoint.
+            begun.append((change.generation, change.first_step or 0))
     return any(generation > new.generation and first < new.step for generation, first in begun)
 
 
