@@ -76,6 +76,11 @@ def _commit_without_old(m: State) -> None:
     m.roster.root.old_may_step = False
 
 
+def _suspend_for_good(m: State, leavers: list[int], reason: str) -> None:
+    _SUSPEND(m, leavers, reason)
+    m.roster.root.change = None
+
+
 def _leave_any(m: State, node: Node, report: Report) -> None:
     facts.note_left(m, node, report)
     m.roster.root.old_may_step = False
@@ -170,6 +175,7 @@ def _keep_checkpoint_quietly(m: State, new: Any) -> None:
 _RECOVER, _REPORT, _STALLED = machine.recover, Machine._report, Watch._stalled
 _KEEP_CHECKPOINT = machine.keep_checkpoint
 _BEGIN, _PLANS, _SEAT, _AFTER_LOSS = moves._begin, moves._plans, Roster.seat, proposals.after_loss
+_SUSPEND = moves._suspend
 _HAS_ENDED = tables._has_ended
 
 MUTANTS: dict[str, Take] = {
@@ -181,6 +187,7 @@ MUTANTS: dict[str, Take] = {
     "it is forgotten that the old generation steps until the boundary": _rule(
         RunPhase.PREPARING, "all have voted, and what was before is over", action=_commit_without_old
     ),
+    "a suspended run forgets that the generation before may act": _object(moves, "_suspend", _suspend_for_good),
     "a former leaver ends a generation that it was not in": _fact("has left", action=_leave_any),
     "burned numbers are used again": _object(moves, "_begin", _reuse),
     "orders go out before the write": _nothing,

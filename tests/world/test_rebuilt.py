@@ -49,6 +49,27 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     assert rig.r.root.generation == 3, "now Slurm says so"
 
 
+@notices("a suspended run forgets that the generation before may act", False)
+@pytest.mark.parametrize("by_another_head", [False, True])
+def test_a_run_without_members_does_not_begin_beside_the_generation_before_the_last(by_another_head: bool) -> None:
+    """Nodes 1 and 2 are not heard. They may never have gone over to generation 2, whose newcomer is dead."""
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    assert (rig.m.phase, rig.r.root.generation) == (RunPhase.SWITCHING, 2)
+    rig.tick(13, 3, **WAITS)
+    rig.gone(3, signal=9)
+    assert rig.r.root.status is RunStatus.SUSPENDED
+    if by_another_head:
+        rig.restart()
+    rig.join("d")
+    rig.tick(rig.at + 5, 4)
+    rig.vote()
+    assert (rig.ballot.members, rig.ballot.awaited, rig.r.root.generation) == ([4], set(), 2), "nothing proves its end"
+    rig.gone(1, reason="its job is over")
+    assert rig.r.root.generation == rig.ballot.change.generation == rig.r.root.highest
+
+
 @notices("a former leaver ends a generation that it was not in")
 def test_a_former_leaver_that_is_heard_again_proves_nothing_of_the_generation_that_acts_now() -> None:
     """Nodes 1 and 2 may still step in generation 2. Node 4 alone must not begin beside them."""
