@@ -125,6 +125,18 @@ async def test_a_file_system_that_never_answers_keeps_no_link_from_its_head(
     answered.set()
 
 
+async def test_a_link_that_cannot_read_dials_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = await setup.head()
+    link = setup.link()
+    link.start()
+    peer, _ = await router.recv()
+    monkeypatch.setattr(link_module, "guarded", lambda *_: 1 // 0)
+    assert router.send(peer, News(term=1))
+    await until(lambda: not link.connected)
+    monkeypatch.undo()
+    assert await setup.next() == hello(2)
+
+
 async def test_the_hello_is_first_on_each_connection_and_what_is_said_without_one_is_dropped(setup: Setup) -> None:
     """Whoever was cut off for an hour does not tell each minute of it: an agent says again how things stand."""
     router = await setup.head(ports=UNCLAIMED)

@@ -115,7 +115,8 @@ class Link:
             try:
                 socket.connect(head.endpoint)
                 while self.head is head and await self._is_accepted():
-                    pass
+                    if reading.done():
+                        reading.result()  # only an error ends it, and a link that hears nothing is of no use
             finally:
                 self.connected = False
                 reading.cancel()
