@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -100,6 +102,26 @@ async def test_workers_that_start_are_told_the_newest_of_all(tmp_path: Path) -> 
     rig = Rig(tmp_path, PUPPET, slots=2, told=f"print('step', news.step, flush=True); {FINISH} sys.exit(0)")
     await rig.ended()
     assert [rig.paths.log(name).read_text() for name in ("n2.0", "n2.1")] == ["step 7\n", "step 7\n"]
+
+
+async def test_a_node_that_can_open_no_more_files_for_one_of_its_workers_keeps_none_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def children() -> set[int]:
+        return set(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+
+    before, started, make = children(), set[int](), socket.socketpair
+
+    def make_one() -> tuple[socket.socket, socket.socket]:
+        started.update(children() - before)
+        if started:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return make()
+
+    monkeypatch.setattr(socket, "socketpair", make_one)
+    with pytest.raises(OSError, match="Too many"):
+        Rig(tmp_path, WAIT, slots=2)
+    await until(lambda: started and all(map(gone, started)))
 
 
 async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_works_is_not(

@@ -46,6 +46,9 @@ class Crew:
         on_change: called when something changes in the `facts`.
         on_gather: called with what the head has to gather.
         on_end: called once, when all have ended.
+
+    Raises:
+        OSError: no more files can be opened; no worker is left.
     """
 
     def __init__(
@@ -68,27 +71,31 @@ class Crew:
         self._gathers = NodeGathers(node, launch.slots)
         self._ending = _Ending()
         self._killing: asyncio.TimerHandle | None = None
-        for slot in range(launch.slots):
-            start = Start(
-                worker=worker_name(node, slot, launch.slots),
-                node=node,
-                slot=slot,
-                slots=launch.slots,
-                address=launch.address,
-                setup=setup,
-            )
-            worker = Worker(
-                launch,
-                start,
-                shown=self._is_shown(slot),
-                on_change=self._on_change,
-                on_part=functools.partial(self._take_part, slot),
-                drained=self._drained,
-            )
-            self._workers.append(worker)
-            for message in (news, order):
-                if message is not None:
-                    worker.channel.send(message)
+        try:
+            for slot in range(launch.slots):
+                start = Start(
+                    worker=worker_name(node, slot, launch.slots),
+                    node=node,
+                    slot=slot,
+                    slots=launch.slots,
+                    address=launch.address,
+                    setup=setup,
+                )
+                worker = Worker(
+                    launch,
+                    start,
+                    shown=self._is_shown(slot),
+                    on_change=self._on_change,
+                    on_part=functools.partial(self._take_part, slot),
+                    drained=self._drained,
+                )
+                self._workers.append(worker)
+                for message in (news, order):
+                    if message is not None:
+                        worker.channel.send(message)
+        except OSError:  # of these workers nobody would know
+            self.kill()
+            raise
         self._loop.call_soon(self.look)  # they may not even have begun
         on_change()
         if order is not None and order.end is not None:
