@@ -223,6 +223,15 @@ async def test_a_refused_agent_ends(head: Head) -> None:
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
 
 
+async def test_of_a_long_traceback_the_end_is_shown_and_why_the_agent_ends(head: Head) -> None:
+    await head.launch(WAIT)
+    await head.hear(Hello)
+    reason = '  File "train.py", line 1, in forward\n' * 1000 + "ValueError: no \x1b[31mshape\nnode n1 failed"
+    head.send(EndAgent(term=1, code=70, reason=reason))
+    code, _, err = await head.ended()
+    assert (code, err[-60:].partition("\n")[2]) == (70, "ValueError: no shape\nnode n1 failed\n")
+
+
 async def test_an_agent_that_can_open_no_more_files_ends_and_says_so(head: Head) -> None:
     await head.launch(WAIT)
     await head.hear(Hello)

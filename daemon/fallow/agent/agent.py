@@ -41,7 +41,7 @@ from fallow.core.protocol import (
 )
 from fallow.files import RunPaths, check_id
 from fallow.model import Exit, HeadFile, KeyFile
-from fallow.text import clean, clean_output
+from fallow.text import clean, tail
 from fallow.wire.link import Link
 
 log = logging.getLogger("fallow.agent")
@@ -60,8 +60,8 @@ _SILENT_S = 5.0
 _NOTED_S = 2.0
 "So long an agent that leaves waits for the head to have noted its workers' end."
 _FLUSH_S = 1.0
-_REASON = 20_000
-"Characters of a failed run's traceback that are shown."
+_REASON = 1000, 20_000
+"Lines and characters of a failed run's traceback that are shown: its end, which says what went wrong."
 _LOOK_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -335,7 +335,7 @@ class Agent:
         if self._end is not None:
             return
         if end.code not in (Exit.OK, Exit.NO_RESTART) or not self._enrolment.was_admitted:
-            log.error("%s", clean_output(end.reason, _REASON))
+            log.error("%s", tail(end.reason.split("\n"), *_REASON))
         self._end, self._end_at = end, time.monotonic() + end.kill_after_s
         if self._crew is not None:
             self._crew.end(end.kill_after_s)
