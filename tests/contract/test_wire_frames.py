@@ -328,3 +328,17 @@ def test_close_writes_what_waits_and_gives_up_in_time() -> None:
     theirs.channel.close(0.1)
     assert theirs.ends == []
     one.close()
+
+
+def test_damage_from_the_agent_ends_the_channel_with_words() -> None:
+    one, other = socket.socketpair()
+    theirs = Theirs(other)
+    one.sendall(frame(encode(News(term=1))) + frame(NEWER))
+    theirs.channel.start()
+    one.settimeout(DEADLINE_S)
+    assert one.recv(1) == b""
+    theirs.channel.close()
+    assert theirs.heard == [News(term=1)]
+    assert f"version {VERSION + 1} cannot be read" in theirs.ends[0]
+    theirs.channel.send(Status())
+    one.close()
