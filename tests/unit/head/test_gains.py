@@ -23,7 +23,7 @@ from fallow.head.api.views import run_view
 from fallow.head.loop.monitoring import Metrics
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import throughput
-from fallow.head.slurm import accounts
+from fallow.head.slurm import accounts, harvest
 from fallow.head.slurm.gains import gains
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Run
@@ -335,19 +335,29 @@ def test_nodes_of_normal_priority_count_under_the_caps(
     assert more == (0 if "max_nodes" in limits else 1)
 
 
-def test_an_error_in_the_pace_of_one_run_costs_no_other_run_its_requests(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["harvest_jobs", "demand", "keep_pace", "give_all_back"])
+def test_an_error_in_the_plan_of_one_run_costs_no_other_run_its_turn(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     bad, good = desk.run("bad"), desk.run("good")
     for run in (bad, good):
         run.record.base_wanted, run.record.slots = False, 1
+    works = getattr(harvest, step)
 
-    def fail(turn: Turn, run: Run, *_: object) -> None:
-        assert run is not bad
+    def fails(*given: object, **more: object) -> object:
+        assert bad not in given and bad.id not in given
+        return works(*given, **more)
 
-    monkeypatch.setattr("fallow.head.slurm.harvest.keep_pace", fail)
-    turn = Slurm(desk, 4).poll()
-    assert turn.failed == {bad.id} and good.id in {run for run, _ in turn.submissions}
+    monkeypatch.setattr(harvest, step, fails)
+    slurm = Slurm(desk, 4)
+    turn = slurm.poll()
+    if step == "give_all_back":
+        turn = desk.turn()
+        slurm.harvest.switch(turn, "stopped")
+        assert {run for run, *_ in turn.cancels} == {good.id}
+    else:
+        assert good.id in {run for run, _ in turn.submissions}
+    assert turn.failed == {bad.id}
 
 
 def test_a_run_that_was_shrunk_by_hand_gets_no_more_nodes_of_normal_priority_than_that(desk: Desk) -> None:

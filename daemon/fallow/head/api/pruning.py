@@ -1,7 +1,7 @@
 """What ended runs have left goes by count and age; checkpoints stay until somebody says so.
 
 Where a run has checkpoints, its logs and ledgers go: they are most of the files. Its record, script and report stay
-with the checkpoints. Of a run without checkpoints everything goes. What it used stays in sums (`head.state.archive`).
+with the checkpoints. Of a run without checkpoints everything goes. What it used stays in sums (`head.state.stored`).
 The head does this by itself, and `fallow prune` at once.
 """
 

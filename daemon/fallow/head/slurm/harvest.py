@@ -25,6 +25,7 @@ from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
 from fallow.core.planning.situation import Situation
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
@@ -133,8 +134,7 @@ class Harvest:
             turn.record(None, "stop", f"nothing is harvested: {why}")
         elif before:
             turn.record(None, "stop", "nodes are harvested again: what had stopped it is over")
-        for run in turn.book.on_slurm if why else ():
-            give_all_back(turn, run, why)
+        turn.for_each(turn.book.on_slurm if why else (), "stop", lambda run: give_all_back(turn, run, why))
 
     # -- a poll and what follows ----------------------------------------------------------------------------------
 
@@ -170,9 +170,14 @@ class Harvest:
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
-            for run in runs.values():
-                give_all_back(turn, run, self.stopped)
-        put_off = {run.id for run in runs.values() if not run.ended and self._put_off(turn, run)}
+            turn.for_each(runs.values(), "stop", lambda run: give_all_back(turn, run, self.stopped))
+        put_off = set[str]()
+
+        def look(run: Run) -> None:
+            if not run.ended and self._put_off(turn, run):
+                put_off.add(run.id)
+
+        turn.for_each(runs.values(), "pause", look)
         # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
         unsure = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
         put_off.update(unsure)
@@ -182,13 +187,13 @@ class Harvest:
         known_nodes = {node.node: node for node in cluster.nodes}
         start_s = known.experience.wait_s(cluster.at) + known.experience.start_s(cluster.at)
         gained = gains(turn.book.runs.values(), cluster.at, start_s)
-        demands = [
-            replace(
-                _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),
-                worth=gain.worth,
-            )
-            for name, gain in gained.items()
-        ]
+        demands = list[Demand]()
+
+        def want(run: Run) -> None:
+            wanted = demand(run, known_nodes, cluster.at, asks=run.id not in put_off)
+            demands.append(replace(_tried(run, wanted), worth=gained[run.id].worth))
+
+        turn.for_each([runs[name] for name in gained], "demand", want)
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, live, cluster, demands, rules)
         live = [a for a in live if a.live]
@@ -196,17 +201,13 @@ class Harvest:
         excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
         found = plan(Situation(cluster, demands, live, rules, known, external, excluded))
         known.backoff, known.unstarted = found.known.backoff, found.known.unstarted
-        holders = {a.token: (runs[a.run], a) for a in live}
+        held = {a.token: a for a in live}
         for action in found.actions:
             if isinstance(action, Ask):
                 turn.for_each([runs[action.run]], "request", partial(_submit, turn, action))
-            elif action.token in holders:  # what others need may be known of an earlier poll
-                run, allocation = holders[action.token]
-                if isinstance(action, GiveBack):
-                    leave = give_back if action.urgent else Turn.release_allocation
-                    leave(turn, run, allocation, action.reason)
-                elif allocation.asked_at is None:
-                    _withdraw(turn, run, allocation, action.reason)
+            elif action.token in held:  # what others need may be known of an earlier poll
+                allocation = held[action.token]
+                turn.for_each([runs[allocation.run]], "give back", partial(_let_go, turn, action, allocation))
         self.unused = dict(found.unused)
 
         def hurry(run: Run) -> None:
@@ -427,6 +428,14 @@ def _submit(turn: Turn, ask: Ask, run: Run) -> None:
         replaces=ask.replaces,
         ahead=ask.ahead,
     )
+
+
+def _let_go(turn: Turn, action: GiveBack | Withdraw, allocation: Allocation, run: Run) -> None:
+    if isinstance(action, GiveBack):
+        leave = give_back if action.urgent else Turn.release_allocation
+        leave(turn, run, allocation, action.reason)
+    elif allocation.asked_at is None:
+        _withdraw(turn, run, allocation, action.reason)
 
 
 def _withdraw(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None:

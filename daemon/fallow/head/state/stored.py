@@ -2,7 +2,7 @@
 
 A run that has ended, and whose jobs are in its sums, *rests*: ticks and what is asked of Slurm pass it by. When it is
 pruned, its record goes, and what it used moves to `PrunedRuns` in the same write. So `fallow usage` is the same before
-and after. These sums grow with days, accounts and partitions (`core.usage.by_month`).
+and after. These sums grow with days, accounts and partitions (`core.accounting.usage.by_month`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     curve: Curve = msgspec.field(default_factory=Curve)
     "how fast it was with how many workers"
     usage: dict[str, Tally] = {}
-    "sums over its jobs that are over (`core.usage`)"
+    "sums over its jobs that are over (`core.accounting.usage`)"
     harvested: PastUse = msgspec.field(default_factory=PastUse)
     "by those of them that were harvested, for its project's fair share"
     accounted_generation: int = 0
