@@ -163,6 +163,19 @@ class Asking:
         idle, most = self._idle[demand.run_class], self.places(demand)
         return min(most, sum(min(count, self.caps.places(names)) for names, count in idle.items()))
 
+    def sure(self, demand: Demand, most: int) -> int:
+        """Idle nodes for which a run may ask, up to `most`: they stay idle for long enough, and caps leave room."""
+        found, here = set[str](), Counter[str]()
+        for hole in self._queue(demand):
+            if len(found) == most:
+                break
+            is_free = hole.node not in found and hole.node not in self.taken
+            has_room = is_free and here[hole.partition] < self.caps.places([hole.partition])
+            if has_room and self.minutes(hole, demand) is not None:
+                found.add(hole.node)
+                here[hole.partition] += 1
+        return len(found)
+
     def places(self, demand: Demand) -> int:
         """Nodes more that a run may hold where it may ask."""
         return self.caps.places(self._eligibility.partitions(demand.run_class))
@@ -172,9 +185,7 @@ class Asking:
         if why := self._refusal(demand):
             self.refused.setdefault(demand.run_class, why)
             return None
-        queue, run_class = self._queues.get(demand.run), demand.run_class
-        if queue is None:
-            queue = self._queues[demand.run] = deque(hole for hole, users in self.offered if run_class in users)
+        queue = self._queue(demand)
         while queue:
             hole = queue.popleft()
             if hole.node in self.taken:
@@ -190,6 +201,12 @@ class Asking:
                 part = None if hole.part is None else demand.kind.share(hole.part)
                 return self._made(demand, Ask(demand.run, hole.partition, minutes, part, exclude, replaces))
         return None
+
+    def _queue(self, demand: Demand) -> deque[Hole]:
+        if demand.run not in self._queues:
+            run_class = demand.run_class
+            self._queues[demand.run] = deque(hole for hole, users in self.offered if run_class in users)
+        return self._queues[demand.run]
 
     def ahead(self, demand: Demand, coming: Iterable[Hole]) -> Ask | None:
         """One request that waits for any node that others still have; None: it would be no good.

@@ -115,25 +115,33 @@ class _Draft:
 
     def share_idle_nodes(self) -> None:
         """Ask for idle nodes, always for the run to which the next one is worth most."""
-        self._hand_out(self._parties, self._asking.idle, self._asking.ask)
+        self._hand_out(self._parties, self._asking.idle, self._asking.sure, self._asking.ask)
         for allocation in self._movable:
             self._keep_waiting(allocation)
 
     def _hand_out(
-        self, parties: Mapping[str, Party], most: Callable[[Demand], int], ask: Callable[[Demand], Ask | None]
+        self,
+        parties: Mapping[str, Party],
+        most: Callable[[Demand], int],
+        sure: Callable[[Demand, int], int],
+        ask: Callable[[Demand], Ask | None],
     ) -> None:
         """Ask for what is worth most, as long as a run gains from more. What one run may not ask for is for the others.
 
         Args:
             parties: the runs.
-            most: nodes that there are for a run.
+            most: nodes that there may be for a run.
+            sure: of so many nodes, those that there are: it would give back those that help only with the others.
             ask: makes a request; None: the run may not make it.
         """
         by_run, stays_s = self._situation.by_run, _stay_s(self._situation.rules)
 
         def next_step(run: str) -> Step:
-            party = parties[run]
-            return step_up(party.worth, party.have, min(party.room, most(by_run[run])), stays_s)
+            party, demand = parties[run], by_run[run]
+            step = step_up(party.worth, party.have, min(party.room, most(demand)), stays_s)
+            while step.nodes > 1 and (there := sure(demand, step.nodes)) < step.nodes:
+                step = step_up(party.worth, party.have, there, stays_s)
+            return step
 
         steps = {run: next_step(run) for run in parties}
         while steps:
@@ -165,9 +173,11 @@ class _Draft:
 
     def move_nodes(self) -> None:
         """Take nodes from runs that gain nothing from them, or less than another one would."""
-        growing = {ask.run for ask in self._asks}
-        for party in (party for run, party in self._parties.items() if run not in growing):
-            self._drop_useless(party)
+        growing, refused = {ask.run for ask in self._asks}, self._asking.refused
+        for run, party in self._parties.items():
+            # A run that may make no more requests for now has yet to ask for what makes those that it has useful.
+            if run not in growing and self._situation.by_run[run].run_class not in refused:
+                self._drop_useless(party)
         if not growing:
             self._move_to_who_gains_more()
 
@@ -256,6 +266,7 @@ class _Draft:
         self._hand_out(
             parties,
             lambda demand: min(free + begin - len(self._asks), self._asking.places(demand)),
+            lambda _, nodes: nodes,
             lambda demand: self._asking.ahead(demand, coming),
         )
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, partition, preempting, request
+from builders import NOW, allocation, node, partition, preempting, request, waits
 from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
@@ -158,6 +158,28 @@ def test_of_nodes_that_help_only_together_none_is_asked_for_where_a_cap_is_below
     together = demand(site, "a", 8, Worth(curve(64, least=4)))
     found = [planned(site.cluster(), [together], [], HarvestRules(partition_nodes={"p": cap})) for cap in (3, 4)]
     assert [(len(each.asks), each.targets["a"]) for each in found] == [(0, 0), (4, 4)]
+
+
+def test_while_requests_for_nodes_that_help_only_together_may_not_all_be_made_none_is_taken_back() -> None:
+    """Two were asked for and withdrawn as of no use, in turns, for ever."""
+    site, waiting, rules = Site(8, 0), list[Allocation](), HarvestRules(max_pending=2)
+    for at in (0.0, 30.0):
+        wanted = Demand("a", 8 - len(waiting), worth=Worth(curve(64, least=4)))
+        state = replace(site.cluster(), at=NOW + at)
+        wishes = actions(state, [wanted], waiting, rules)
+        assert [type(wish) for wish in wishes] == [Ask, Ask][: 2 - len(waiting)]
+        waiting += [request(f"h{i}", 0.0, run="a", minutes=120) for i, _ in enumerate(wishes)]
+
+
+def test_of_nodes_that_help_only_together_none_is_asked_for_where_one_is_idle_for_too_short() -> None:
+    """Three were asked for, and given back as of no use once there was no fourth."""
+    nodes, soon = [node(f"n{i}") for i in range(4)], waits("9", planned_nodes=["n3"], start_at=NOW + 90.0)
+    state, together = preempting(nodes, [replace(soon, partition="urgent")]), Worth(curve(64, least=4))
+    assert asked(state, [Demand("a", 8, worth=together)], [], RULES) == []
+    assert len(asked(preempting(nodes), [Demand("a", 8, worth=together)], [], RULES)) == 4
+    # What fewer nodes are worth is had.
+    stairs = Worth((0.0, 1.0, 1.0, 1.0, 9.0), least=1)
+    assert len(asked(state, [Demand("a", 8, worth=stairs)], [], RULES)) == 1
 
 
 @settings(max_examples=150, deadline=None)
