@@ -243,7 +243,9 @@ class _Limit:
         """
         reason = job.reason.strip("()").lower()
         is_meant = reason.startswith("assoc") != self.by_qos and _WORDS.get(self.unit, "?") in reason
-        return is_meant and self.holds_for(job) and self.takes(job) > self.shown.limit
+        # CPUs and GPUs of a job are shown by node, rounded up.
+        rounded = max(0, job.num_nodes - 1) if self.unit in ("cpu", "gres/gpu") else 0
+        return is_meant and self.holds_for(job) and self.takes(job) - rounded > self.shown.limit
 
     def takes(self, job: JobInfo) -> int:
         """What a job, or one element of an array, counts for while it runs."""

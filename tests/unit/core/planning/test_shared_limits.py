@@ -175,6 +175,9 @@ def test_others_requests_for_idle_nodes_are_nobody_who_waits() -> None:
         ("QOS normal", "GrpTRES node", {"num_nodes": 21}, False),  # which may replace that of the account
         ("account other", "GrpTRES node", {"num_nodes": 21}, False),
         ("account lab", "GrpTRES gres/gpu", {"reason": "AssocGrpGRES", "gpus_per_node": 21}, True),
+        # 20 CPUs on three nodes, which are shown as 7 on each.
+        ("account lab", "GrpTRES cpu", {"reason": "AssocGrpCpuLimit", "num_nodes": 3, "cpus_per_node": 7}, False),
+        ("account lab", "GrpTRES cpu", {"reason": "AssocGrpCpuLimit", "num_nodes": 3, "cpus_per_node": 8}, True),
         ("QOS normal", "MaxTRESPU cpu", {"reason": "QOSMaxCpuPerUserLimit", "cpus_per_node": 21}, False),  # of ann
     ],
 )
