@@ -164,16 +164,17 @@ class Asking:
         return min(most, sum(min(count, self.caps.places(names)) for names, count in idle.items()))
 
     def sure(self, demand: Demand, most: int) -> int:
-        """Idle nodes for which a run may ask, up to `most`: they stay idle for long enough, and caps leave room."""
-        found, here = set[str](), Counter[str]()
+        """Idle nodes for which a run may ask, up to `most`: for long enough, within the caps and its budget."""
+        found, here, spent_s = set[str](), Counter[str](), 0.0
         for hole in self._queue(demand):
             if len(found) == most:
                 break
             is_free = hole.node not in found and hole.node not in self.taken
             has_room = is_free and here[hole.partition] < self.caps.places([hole.partition])
-            if has_room and self.minutes(hole, demand) is not None:
+            if has_room and (minutes := self.minutes(hole, demand, spent_s)) is not None:
                 found.add(hole.node)
                 here[hole.partition] += 1
+                spent_s += 60.0 * minutes
         return len(found)
 
     def places(self, demand: Demand) -> int:
@@ -242,15 +243,20 @@ class Asking:
             return f"limited: there may be no room for more by {demand.asker} than waits already"
         return ""
 
-    def minutes(self, hole: Hole, demand: Demand) -> int | None:
+    def minutes(self, hole: Hole, demand: Demand, spent_s: float = 0.0) -> int | None:
         """As long as the hole lasts, within what is allowed; None: that is too short, and why is noted.
 
         A longer limit costs nobody anything: the node goes back whenever somebody else wants it.
+
+        Args:
+            hole: what is asked for.
+            demand: of the run.
+            spent_s: node-seconds of its budget that other requests of this plan will take.
         """
         rules, budget_s = self._situation.rules, self._budgets[demand.run]
         least = max(rules.min_minutes, demand.min_minutes)
         most = most_minutes(self._situation.partitions[hole.partition], rules)
-        most = most if budget_s is None else min(most, minutes_in(budget_s))
+        most = most if budget_s is None else min(most, minutes_in(budget_s - spent_s))
         fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
         bound = self._eligibility.known.backoff.longest(demand.asker, hole.partition, self._situation.at)
         starts = most if bound is None else bound

@@ -171,12 +171,16 @@ def test_while_requests_for_nodes_that_help_only_together_may_not_all_be_made_no
         waiting += [request(f"h{i}", 0.0, run="a", minutes=120) for i, _ in enumerate(wishes)]
 
 
-def test_of_nodes_that_help_only_together_none_is_asked_for_where_one_is_idle_for_too_short() -> None:
+def test_of_nodes_that_help_only_together_none_is_asked_for_where_not_all_can_be_had() -> None:
     """Three were asked for, and given back as of no use once there was no fourth."""
     nodes, soon = [node(f"n{i}") for i in range(4)], waits("9", planned_nodes=["n3"], start_at=NOW + 90.0)
     state, together = preempting(nodes, [replace(soon, partition="urgent")]), Worth(curve(64, least=4))
     assert asked(state, [Demand("a", 8, worth=together)], [], RULES) == []
     assert len(asked(preempting(nodes), [Demand("a", 8, worth=together)], [], RULES)) == 4
+    # A budget of so many node-hours pays for two requests of two hours each, or for four.
+    for hours, number in ((4, 0), (8, 4)):
+        wanted = Demand("a", 8, worth=together, budget_node_s=3600.0 * hours)
+        assert len(asked(preempting(nodes), [wanted], [], RULES)) == number
     # What fewer nodes are worth is had.
     stairs = Worth((0.0, 1.0, 1.0, 1.0, 9.0), least=1)
     assert len(asked(state, [Demand("a", 8, worth=stairs)], [], RULES)) == 1
