@@ -1,4 +1,4 @@
-"""What this worker did with which samples: a file of JSON lines, read by `core.audit`."""
+"""What this worker did with which samples: a file of JSON lines, read by `core.training.audit`."""
 
 import errno
 import os
