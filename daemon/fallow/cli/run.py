@@ -146,10 +146,11 @@ def _let_pass(number: int, frame: FrameType | None) -> None:
 def end_job(reason: str, failed: bool = False) -> NoReturn:
     """End this job, as `failed` or as planned; nothing that follows in the script may run.
 
-    The head takes a failed job for a node that swallows jobs, or a script that works nowhere (`core.accounting.duds`). As planned,
+    The head takes a failed job for a node that swallows jobs, or a script that works nowhere
+    (`core.accounting.duds`). As planned,
     - a job that Slurm already ends is left to Slurm, whose own word says how it ended: scancel would cancel a requeued
       job, too;
-    - a harvest job ends as COMPLETED: the shell around its script (`core.submission.script.HARVEST_SCRIPT`) exits with 0;
+    - a harvest job ends as COMPLETED: the shell around its script (`core.submission.script`) exits with 0;
     - a base job, whose script is the user's own, ends as CANCELLED.
 
     scancel alone does not see to that: a script with a trap for SIGTERM, or one that called the script with our

@@ -50,7 +50,8 @@ def rebuild_group(m: State) -> None:
     `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
     come back with new processes. If that does not help, its host is barred, as after other failures.
 
-    Where scripts are restarted, it is a script that failed: those who restart it count how often (`core.training.restarts`).
+    Where scripts are restarted, it is a script that failed: those who restart it count how often
+    (`core.training.restarts`).
     """
     r, broken = m.roster, m.trouble.group
     assert broken is not None
