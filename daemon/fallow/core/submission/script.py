@@ -100,7 +100,7 @@ def wrap(command: str) -> str:
 
 
 _PIECE = re.compile(
-    r"(?P<space>\\?\s+)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\\S|[^\s\"'#\\])+)"
+    r"(?P<space>\s+|\\[^\S ]\s*)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\[ \S]|[^\s\"'#\\])+)"
     r"|\"(?P<double>(?:\\.|[^\"\\])*)\"|'(?P<single>(?:\\.|[^'\\])*)'"
 )
 
@@ -108,7 +108,7 @@ _PIECE = re.compile(
 def split_directive(text: str, where: str) -> list[str]:
     """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line.
 
-    A backslash before a blank is dropped, and the blank parts words all the same (seen with 22.05).
+    A backslash keeps a blank, but no tab (seen with 25.11; 22.05 parts words there, and refuses what is no option).
     """
     words, is_open, end = list[str](), False, 0
     for piece in _PIECE.finditer(text):

@@ -113,7 +113,7 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
     [
         (" -J a b", ["-J", "a", "b"]),
         (' --comment="a # b" c#d', ["--comment=a # b", "c"]),
-        (r" a\ b \#c", ["a", "b", "#c"]),
+        (" a\\ b\\\tc \\#d", ["a b", "c", "#d"]),
         ('"a\\" b"\\', ['a" b']),
     ],
 )
