@@ -61,6 +61,7 @@ async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> 
     assert state.reservations == [], "hidden ones are none"
     assert began <= state.at <= time.time()
     assert client.backend == "pyslurm 25.11.2"
+    assert 0.0 < client.start_s < time.time() - began
 
 
 @pytest.mark.parametrize(

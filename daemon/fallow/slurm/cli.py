@@ -49,6 +49,7 @@ class CliClient:
     """
 
     poll_requests = POLL_REQUESTS
+    start_s = 0.0
 
     def __init__(
         self,

@@ -39,6 +39,8 @@ class SlurmClient(Protocol):
 
     poll_requests: int
     "requests to slurmctld that a `poll` takes"
+    start_s: float
+    "seconds of the last poll in which slurmctld was not asked: a program was started"
 
     @property
     def backend(self) -> str:

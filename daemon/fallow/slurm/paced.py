@@ -124,7 +124,7 @@ class PacedClient:
         began = self._clock()
         found = await self._watch(self._slurm.poll())
         # How long no answer took says nothing about slurmctld's load once it is back.
-        self._took.append(self._clock() - began)
+        self._took.append(max(0.0, self._clock() - began - self._slurm.start_s))
         return found
 
     async def may_submit(self) -> None:

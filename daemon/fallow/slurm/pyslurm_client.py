@@ -74,6 +74,7 @@ class PyslurmClient(CliClient):
         return found
 
     async def poll(self) -> ClusterState:
+        self.start_s = 0.0
         state = await self._ask() if time.monotonic() >= self._not_before else None
         if state is not None:
             # In a thread, as the commands' answers are read.
@@ -91,11 +92,13 @@ class PyslurmClient(CliClient):
         if self._version is None:
             await self.config()
         command = [sys.executable, "-Pm", "fallow.slurm.pyslurm_poll", self._version or "", __version__]
+        began = time.monotonic()
         try:
             done = await run(command, environment=query_environment(self.conf), timeout_s=self._query_timeout_s)
             if done.code == 0:
                 polled = await asyncio.to_thread(msgspec.json.decode, done.stdout, type=Polled)
                 self._failures, self.backend = 0, f"pyslurm {polled.version}"
+                self.start_s = time.monotonic() - began - polled.took_s
                 return polled.state
         except (OSError, msgspec.MsgspecError) as error:
             done = Done(Exit.SOFTWARE, "", str(error))

@@ -13,6 +13,7 @@ The objects are Cython's and may be absent here, so they are `Any`.
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ class Polled(msgspec.Struct, frozen=True):
 
     version: str
     "of pyslurm"
+    took_s: float
+    "slurmctld and pyslurm; starting Python may take longer"
     state: ClusterState
     "`at` is 0: the asker knows slurmctld's clock"
 
@@ -69,13 +72,14 @@ def main(slurm: str, fallow: str) -> int:
     if unsuited := _unsuited(pyslurm.__version__, slurm):
         sys.stderr.write(unsuited)
         return Exit.CONFIG
+    began = time.monotonic()
     try:
         state = poll(pyslurm)
     except pyslurm.RPCError as error:
         sys.stderr.write(error.msg or f"error {error.errno}")
         return Exit.UNAVAILABLE
     with answer:
-        answer.write(msgspec.json.encode(Polled(pyslurm.__version__, state)))
+        answer.write(msgspec.json.encode(Polled(pyslurm.__version__, time.monotonic() - began, state)))
     return Exit.OK
 
 

@@ -215,6 +215,10 @@ async def test_a_slow_slurmctld_is_asked_less() -> None:
 
     client, slurm = paced(clock, Slow(nodes=1))
     assert client.least_interval_s == 0.0
+    slurm.start_s = 3.0
+    await client.poll()
+    assert client.least_interval_s == 4.0, "what it takes to start a program is no load"
+    client, slurm = paced(clock, Slow(nodes=1))
     await client.poll()
     assert client.least_interval_s == 16.0
     slurm.unavailable = True

@@ -212,6 +212,7 @@ class SlurmSim(Agenda):
 class SimClient:
     """`SlurmClient` over an engine that somebody else plays."""
 
+    start_s = 0.0
     answer_s = 0.2
     "from a poll to its answer"
     sbatch_s = 0.1
