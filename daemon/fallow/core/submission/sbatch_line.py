@@ -128,7 +128,7 @@ def _find(name: str, with_value: bool) -> Option:
     if len({option.long for option in begins.values()}) == 1:
         return next(iter(begins.values()))
     if begins:
-        raise _usage(f"--{name} could be any of {', '.join(f'--{long}' for long in begins)}; write it out")
+        raise _usage(f"--{name} could be any of {', '.join(f'--{long}' for long in sorted(begins))}; write it out")
     near = difflib.get_close_matches(name, BY_LONG, n=1, cutoff=0.75)
     if with_value and not near and _PLUGIN.fullmatch(name):
         return _plugin(name)
@@ -187,20 +187,20 @@ def in_force(
 
     As in sbatch, the last component on the command line also serves further components of the script, and
     options about the job as a whole stay in force for later components. Those of the command line hold for earlier
-    ones as well, which say nothing else (seen with 22.05). What the environment says gives way where the script or the
-    command line says something that rules it out.
+    ones as well, which say nothing else (seen with 22.05 and 25.11). These and what the environment says give way where
+    the script or the component's own part of the command line says something that rules them out.
     """
     result: list[dict[str, Given]] = []
     options = {given.name: given for part in command for given in part} if len(command) > 1 else {}
     for index in range(max(len(command), len(header))):
         options = {key: given for key, given in options.items() if given.option.sticky}
-        own = header[index] if index < len(header) else ()
-        for given in (*own, *environment, *command[min(index, len(command) - 1)]):
+        own, told = header[index] if index < len(header) else (), command[min(index, len(command) - 1)]
+        for given in (*own, *environment, *told):
             options[given.canonical if given.option.adds_up else given.name] = given
             options.pop(_OPPOSITES.get(given.name, ""), None)
         for group in _ALTERNATIVES:
             rivals = group & options.keys()
-            weaker = {name for name in rivals if options[name] in environment}
+            weaker = {name for name in rivals if options[name] not in (*own, *told)}
             if weaker != rivals:
                 for name in weaker:
                     del options[name]

@@ -249,6 +249,8 @@ def test_what_a_later_component_of_the_command_line_says_of_the_whole_job_holds_
         "--account=b --qos=q --nodes=1 : --account=a --qos=q --nodes=2 --constraint=big : --account=b --qos=q --nodes=3"
     )
     assert made.spec.harvest_options == ["--account=b", "--qos=q"]
+    made = planned(["-N1", "--mem-per-cpu=1", ":", "-N2", "--mem=2", "job.sh"])
+    assert made.spec.sbatch_options == ["--nodes=1", "--mem-per-cpu=1", ":", "--nodes=2", "--mem=2"]
 
 
 @pytest.mark.parametrize(
