@@ -37,7 +37,7 @@ class Stage:
         batch = self.folder / "training.sbatch"
         batch.write_text(script)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fallow", "submit", "--parsable"),
+            *(sys.executable, "-Pm", "fallow", "submit", "--parsable"),
             *(f"--nodes=1:{nodes}", f"--output={self.folder}/training.out", str(batch)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -61,7 +61,7 @@ def start_load(testbed: Testbed, log: Path, *, seed: int, seconds: float, **opti
         seconds: after which it ends by itself.
         options: more of its options, by name.
     """
-    argv = [sys.executable, "-m", "fallow", "testbed", "load", str(testbed.folder), "--seed", str(seed)]
+    argv = [sys.executable, "-Pm", "fallow", "testbed", "load", str(testbed.folder), "--seed", str(seed)]
     argv += [
         "--seconds",
         str(seconds),
