@@ -91,7 +91,7 @@ def take(
     to the host at once, and the device does nothing else meanwhile.
 
     Args:
-        tree: as `transfer.export_state` returns it; the same on all members.
+        tree: as `snapshot.export_state` returns it; the same on all members.
         names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
         extra: extra state of modules by name, see `modes.read_extra`; of the first rank.
         known: the manifest's other fields.

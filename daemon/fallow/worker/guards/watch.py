@@ -66,7 +66,7 @@ class Watch:
             for scaler in (part for thing in self._prepared.others for part in _parts(thing)):
                 # One that has scaled nothing refuses to step, and `continue` may leave out all shards of a first step.
                 if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and self._weights:
-                    scaler.scale(torch.zeros((), device=self._weights[0].device))
+                    scaler.scale(torch.zeros((), device=self._prepared.device))
 
     def begin_step(self) -> None:
         """An inner loop begins.
