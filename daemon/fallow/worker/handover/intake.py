@@ -108,7 +108,8 @@ class Intake:
                 if self._ask(line, number)[1] != self._sum:
                     raise FallowError(
                         f"generation {self._group.generation}: members with equal weights hold different optimizer or "
-                        "other state; prepare everything that changes with the steps"
+                        "other state; prepare everything that changes with the steps, and have one version of Fallow "
+                        "on all nodes"
                     )
             device.enter(self._device)
             with device.side_stream(self._device, self._ready):

@@ -282,6 +282,7 @@ def test_donors_with_different_optimizer_state_are_found_out() -> None:
     error = all_meet(build_world(len(members)), members)[2]
     assert isinstance(error, FallowError)
     assert "different optimizer or other state" in error.message
+    assert "one version of Fallow" in error.message, "the state's own form may differ, too"
 
 
 def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
