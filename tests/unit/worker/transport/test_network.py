@@ -15,7 +15,7 @@ from fallow.core.checks.network import Interface, data_address, port_range
 from fallow.head.peers.whereabouts import find_address
 from fallow.model import DataNetwork, FallowError
 from fallow.slurm import parse
-from fallow.wire.address import listen
+from fallow.wire.address import allow_connections, listen
 
 HOST = [
     Interface("lo", "127.0.0.1"),
@@ -149,6 +149,16 @@ def test_a_member_opens_more_connections_than_its_shell_would_let_it() -> None:
         group.interrupt("over")
     for group in reversed(groups):
         group.destroy()
+
+
+def test_where_the_limit_of_open_files_cannot_be_raised_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that cannot be built for that would be voted for by nobody."""
+
+    def setrlimit(kind: int, limits: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    allow_connections()
 
 
 def test_a_groups_listeners_are_all_within_the_range(tmp_path: Path) -> None:
