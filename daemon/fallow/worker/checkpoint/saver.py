@@ -25,6 +25,10 @@ _LEAVE_S = 30.0
 _RESERVE_S = 1.0
 """Kept of the time until a node goes away, for everything but writing."""
 
+_INDEX_S = 10.0
+"""The same beyond that for torch's index, which only torch's own tools read: the head gives up who has not left some
+seconds before, and a checkpoint that lacks the index is whole."""
+
 
 class Saver:
     """Checkpoints of one member. All members write the same ones: their wishes ride with the step's exchange.
@@ -130,8 +134,9 @@ class Saver:
         left, progress = self._session.news.ends_in_s, self._session.progress
         until = time.monotonic() + (PATIENCE_S if left is None else min(PATIENCE_S, left - _RESERVE_S))
         while self._writing is not None and self._is_busy:
-            self._writing.join(max(0.0, min(_SIGN_S, until - time.monotonic())))
-            if time.monotonic() >= until:
+            end = until - _INDEX_S if self._writing.is_told and left is not None else until
+            self._writing.join(max(0.0, min(_SIGN_S, end - time.monotonic())))
+            if time.monotonic() >= end:
                 if self._newest is not None and self._writing.completes:
                     self._report(failure(*self._newest, "this node went away before all parts were there"))
                 return

@@ -84,6 +84,8 @@ class Writing(threading.Thread):
         "a member may be lost: its part may never come"
         self.completes = snapshot.rank == 0
         "the first member has to see to the whole, and has not told of it"
+        self.is_told = False
+        "it has; nothing but torch's index is missing"
 
     @property
     def is_stuck(self) -> bool:
@@ -109,6 +111,7 @@ class Writing(threading.Thread):
                 done = announcement(final, manifest, digest)
                 self.completes = False
                 self._report(replace(done, took_s=time.monotonic() - began))
+                self.is_told = True
                 write_index(final, manifest)  # what it imports may take longer than a node has that Slurm takes
         except Exception as error:  # whatever it is, the head must hear of it
             if is_made and not temporary.exists():

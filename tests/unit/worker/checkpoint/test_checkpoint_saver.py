@@ -136,17 +136,21 @@ def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.E
     assert len(member.session.written) == 1
 
 
+@pytest.mark.parametrize("left_s", [1.0, 10.5])
 def test_a_checkpoint_of_which_the_index_alone_is_missing_when_the_node_goes_away_is_not_called_unwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float
 ) -> None:
+    """Nor is the index waited for until the head gives up who has not left: its import may take that long."""
     indexing, gone = threading.Event(), threading.Event()
     monkeypatch.setattr(writing, "write_index", lambda *_: (indexing.set(), gone.wait(120)))
     member = Member(tmp_path, 0, 1, every_s=0.0)
     member.save(4)
     assert indexing.wait(120)
-    member.session.hear(ends_in_s=1.0)
+    member.session.hear(ends_in_s=left_s)
+    began = time.monotonic()
     member.saver.finish()
     gone.set()
+    assert time.monotonic() - began < 5.0
     assert ([saved.step for saved in member.session.written], member.session.unsaved) == ([4], [])
 
 
