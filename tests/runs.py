@@ -141,7 +141,7 @@ class Nodes:
     def end(self, turn: Turn, node: int, code: int | None = 0, **more: Any) -> None:
         """All processes of a node have ended."""
         reason = f"exited with {code}" if code is not None else "killed by signal 9"
-        turn.apply(self.run, ev.Gone(at=turn.at, node=node, code=code, **{"reason": reason, **more}))
+        turn.apply(self.run, ev.NodeEnded(at=turn.at, node=node, code=code, **{"reason": reason, **more}))
 
 
 def arrived(generation: int, step: int) -> dict[str, Any]:

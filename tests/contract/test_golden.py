@@ -47,7 +47,8 @@ MESSAGES = [(way, kind) for way, union in DIRECTIONS.items() for kind in get_arg
 def fields_of(value: Any) -> Any:
     """All fields of a struct as JSON has them, those with their defaults, too."""
     if isinstance(value, msgspec.Struct):
-        return {name: fields_of(getattr(value, name)) for name in value.__struct_fields__}
+        encoded = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        return {name: fields_of(getattr(value, field)) for name, field in encoded}
     if isinstance(value, dict):
         return {str(key): fields_of(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -120,9 +121,9 @@ def test_all_that_is_written_today_is_in_the_file() -> None:
 def field_paths(value: Any, *above: Any) -> Iterator[tuple[Any, ...]]:
     """The way to each field inside of an encoded object."""
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
-        for name in value.__struct_fields__:
+        for name, field in zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True):
             yield (*above, name)
-            yield from field_paths(getattr(value, name), *above, name)
+            yield from field_paths(getattr(value, field), *above, name)
     elif isinstance(value, dict | list | tuple):
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             yield from field_paths(one, *above, key)
@@ -198,7 +199,7 @@ def test_a_message_may_have_more_fields_and_may_not_lack_one(way: str, kind: typ
     required = [field.name for field in struct_info(kind).fields if field.required]
     for wrong in (
         *[without(fields, (name,)) for name in required],
-        *[fields | {name: msgspec.msgpack.Ext(1, b"")} for name in kind.__struct_fields__],
+        *[fields | {name: msgspec.msgpack.Ext(1, b"")} for name in kind.__struct_encode_fields__],
         fields | {"type": "nonsense"},
         without(fields, ("type",)),
     ):

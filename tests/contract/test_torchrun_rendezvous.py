@@ -142,7 +142,7 @@ class Agent:
     def die(self) -> None:
         """The node is lost."""
         self.cut = True
-        self.head.apply(ev.Gone(at=time.monotonic(), node=self.node, reason="killed", signal=9))
+        self.head.apply(ev.NodeEnded(at=time.monotonic(), node=self.node, reason="killed", signal=9))
 
     # -- the agent, and its channel to the worker
 
@@ -192,7 +192,7 @@ class Agent:
         if self.exit is not None and not self.cut:
             code, report = int(str(self.exit.code)), self._report()
             end = {"node": self.node, "host": self.host, "boot": 1, "reason": "ended", "code": code, "report": report}
-            self.head.apply(ev.Gone(at=time.monotonic(), **end))
+            self.head.apply(ev.NodeEnded(at=time.monotonic(), **end))
 
     def _serve(self, handler: Handler) -> None:
         while not self.cut:

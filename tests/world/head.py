@@ -155,7 +155,7 @@ class Head:
             if host.ends_at is not None and host.token == node.token and (is_known or self.w.rng.random() < 0.2):
                 self.apply(ev.Ends(at=self._at, node=n, ends_at=host.ends_at + self.skew_s))
         for found in () if self._has_ticked else list(self.w.plane.checkpoints.values()):
-            self.apply(ev.Found(at=self._at, checkpoint=found))
+            self.apply(ev.CheckpointFound(at=self._at, checkpoint=found))
 
     def _hear(self, at: float, message: tuple[Any, ...]) -> None:
         match message:
@@ -171,12 +171,12 @@ class Head:
             case ("gone", host, node, boot, code, signal, is_ordered, report):
                 end = {"reason": f"code {code} signal {signal}", "code": code, "signal": signal}
                 who = {"host": host, "boot": boot, "is_ordered": is_ordered, "report": report}
-                self.apply(ev.Gone(at=at, node=node, **who, **end))
+                self.apply(ev.NodeEnded(at=at, node=node, **who, **end))
                 self._then.append(("noted", host, node))
             case ("job over", host, token, boot, taken):
                 for node in self.machine.roster.at_place(host, token):
                     if node.boot <= boot:
-                        self.apply(ev.Gone(at=at, node=node.id, reason="its job is over", taken=taken))
+                        self.apply(ev.NodeEnded(at=at, node=node.id, reason="its job is over", by_slurm=taken))
             case ("event", make):
                 self.apply(make(at))
 

@@ -144,7 +144,7 @@ class Host:
             prepared=min(x.prepared for x in ws),
             refusal=next((x.refusal for x in ws if x.refusal is not None), None),
             given_up=min(x.given_up for x in ws),
-            left=min(x.left for x in ws),
+            passed_boundary=min(x.left for x in ws),
             step=min(x.step for x in ws),
             has_state=all(x.has_state for x in ws),
             switch=ws[0].switch,

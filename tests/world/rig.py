@@ -119,7 +119,7 @@ class Rig:
         g = ballot.change.generation
         first = max([self.said[n].step for n in ballot.members], default=0) if step is None else step
         for n in filter(self.r.alive, list(ballot.change.leavers)):
-            self.say(n, left=g, given_up=g)
+            self.say(n, passed_boundary=g, given_up=g)
         for n in list(ballot.members):
             if self.m.ballot is not None:
                 self.arrive(n, g, first)
@@ -162,7 +162,7 @@ class Rig:
 
     def gone(self, n: int, code: int | None = None, signal: int | None = None, **more: Any) -> Told:
         reason = f"exited with {code}" if code is not None else f"killed by signal {signal}"
-        return self.put(ev.Gone(at=self.at, node=n, code=code, signal=signal, **{"reason": reason, **more}))
+        return self.put(ev.NodeEnded(at=self.at, node=n, code=code, signal=signal, **{"reason": reason, **more}))
 
     def fails(self, n: int, step: int = 5, signature: str = "ValueError at t.py:7", **more: Any) -> Told:
         fault = Fault(code=1, message="ValueError: bad", signature=signature, traceback="Traceback", step=step, **more)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.failures import APART, STRANGER
+from fallow.core.membership.failures import DIVERGENCE, STRANGER
 from fallow.core.membership.messages import Finish, Outcome
 from fallow.core.membership.state import RunPhase
 from fallow.model import Exit, RunStatus
@@ -47,7 +47,7 @@ def test_h6_a_script_that_never_reaches_the_loop_or_deserts_it_fails_the_run() -
     assert "inside of the run.updates loop" in rig.r.root.message
 
 
-@pytest.mark.parametrize("how", [{"taken": True}, {"signal": 15}, {"taken": True, "node_failed": True}])
+@pytest.mark.parametrize("how", [{"by_slurm": True}, {"signal": 15}, {"by_slurm": True, "node_failed": True}])
 def test_a_node_that_slurm_takes_while_its_script_starts_fails_no_run(how: dict[str, Any]) -> None:
     rig = Rig()
     rig.expect("a")
@@ -250,7 +250,7 @@ def test_newcomers_that_do_not_follow_the_members_do_not_end_the_run() -> None:
 
 def test_members_that_do_not_follow_the_script_together_end_the_run_at_once() -> None:
     rig = started(3)
-    rig.fails(2, signature=f"{APART}1 of 3 members left the loop")
+    rig.fails(2, signature=f"{DIVERGENCE}1 of 3 members left the loop")
     assert rig.r.root.message == "ValueError: bad (step 5, found by n1 (h2))"
 
 

@@ -101,11 +101,11 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     assert rig.ballot.change.generation == 2, "a periodic one stops nothing"
     rig.vote()
     rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
-    (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
+    (told,) = logs(rig.say(1, passed_boundary=2, given_up=2), "suspend")
     assert told.endswith("; the run goes on from the checkpoint of step 5")
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
-    assert rig.ballot.whole.checkpoints == ("/c", "/b")
+    assert rig.ballot.full_plan.checkpoints == ("/c", "/b")
     rig.change(5)
     assert rig.r.root.status is RunStatus.TRAINING
 
@@ -285,7 +285,7 @@ def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hea
         turn += rig.say(1, edition=missed)
     assert [i.node for i in turn if isinstance(i, Order)] == [1, 1], "not with every report"
     assert rig.r.root.highest == 3
-    rig.say(1, left=3, given_up=1)
+    rig.say(1, passed_boundary=3, given_up=1)
     rig.arrive(2, 3)
     assert [done.generation for done in rig.completed] == [1, 3]
 

@@ -84,7 +84,7 @@ def test_a_former_leaver_that_is_heard_again_proves_nothing_of_the_generation_th
     rig.join("d")
     rig.vote()
     assert rig.r.root.generation == 3
-    rig.say(3, left=2, given_up=1, term=1, edition=1)
+    rig.say(3, passed_boundary=2, given_up=1, term=1, edition=1)
     rig.tick(rig.at + 13, 4, **WAITS)
     assert (rig.r.present(), rig.ballot.members) == ([4], [4])
     rig.say(4, prepared=rig.r.root.highest, given_up=3)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.core.membership.gather import MOST_KEYS, Gathers
+from fallow.core.membership.gather import MAX_KEYS, Gathers
 from fallow.core.membership.messages import Gather, Gathered, Refusal, Unreadable
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
@@ -64,9 +64,10 @@ def test_plans_are_deltas_to_members_and_whole_lists_to_newcomers() -> None:
     rig = started(4)
     rig.join("e")
     plans = rig.ballot
-    assert (plans.delta.base, plans.delta.without, [peer.node for peer in plans.delta.more]) == (1, (), [5])
-    assert (plans.whole.base, [peer.node for peer in plans.whole.more]) == (0, [1, 2, 3, 4, 5])
-    assert plans.delta.check == plans.whole.check
+    delta = plans.delta_plan
+    assert (delta.base, delta.without, [peer.node for peer in delta.more]) == (1, (), [5])
+    assert (plans.full_plan.base, [peer.node for peer in plans.full_plan.more]) == (0, [1, 2, 3, 4, 5])
+    assert plans.delta_plan.check == plans.full_plan.check
     assert [rig.m.order(n).state_since for n in (1, 5)] == [1, 2], "what a newcomer holds does not count"
     assert len(encode(rig.m.order(1))) < 200
 
@@ -77,7 +78,7 @@ def test_after_a_member_counted_another_list_all_get_the_whole_one() -> None:
     rig.join("c")
     rig.say(1, refusal=Refusal(generation=2, reason="counts another list"))
     rig.tick(3, 1, 2, 3)
-    assert (rig.ballot.change.generation, rig.ballot.delta) == (3, rig.ballot.whole)
+    assert (rig.ballot.change.generation, rig.ballot.delta_plan) == (3, rig.ballot.full_plan)
 
 
 def part(node: int, generation: int = 4, said: bytes = b"x", key: str = "k") -> Gather:
@@ -109,7 +110,7 @@ def test_a_gather_forgets_old_generations() -> None:
 def test_a_node_cannot_fill_the_memory_of_the_head_with_gathers() -> None:
     gathers = Gathers()
     gathers.open(1, [1, 2])
-    for number in range(2 * MOST_KEYS):
+    for number in range(2 * MAX_KEYS):
         assert gathers.take(part(1, 1, key=f"k{number}")) == (None, [])
-    answered = [number for number in range(2 * MOST_KEYS) if gathers.take(part(2, 1, key=f"k{number}"))[1]]
-    assert answered == list(range(MOST_KEYS))
+    answered = [number for number in range(2 * MAX_KEYS) if gathers.take(part(2, 1, key=f"k{number}"))[1]]
+    assert answered == list(range(MAX_KEYS))

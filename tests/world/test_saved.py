@@ -33,9 +33,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_ends_the_run() -> 
     assert rig.r.root.message.startswith("/5 is torn; no older checkpoint is left. Put a good copy in its place")
 
 
-def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = False) -> list[str]:
+def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, by_hand: bool = False) -> list[str]:
     """A checkpoint is complete. Returns those that are removed."""
-    saved = Checkpoint(path=f"/{generation}-{step}", generation=generation, step=step, asked=asked)
+    saved = Checkpoint(path=f"/{generation}-{step}", generation=generation, step=step, by_hand=by_hand)
     return [i.path for i in rig.say(n, saved=saved, step=step) if isinstance(i, ev.RemoveCheckpoint)]
 
 
@@ -47,7 +47,7 @@ def test_the_newest_stay_and_those_that_were_asked_for() -> None:
     rig = started(1)
     assert save(rig, 10) == []
     assert rig.orders[1].noted == "/1-10", "its node hears of it"
-    assert save(rig, 20, asked=True) == []
+    assert save(rig, 20, by_hand=True) == []
     assert save(rig, 30) == []
     assert save(rig, 40) == ["/1-10"]
     assert save(rig, 40) == [], "said twice, noted once"
@@ -62,7 +62,7 @@ def test_none_is_removed_while_one_of_them_may_be_loaded() -> None:
     rig.gone(1, signal=9)
     n = rig.join("b")
     for step in (10, 20, 30):
-        turn = rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
+        turn = rig.put(ev.CheckpointFound(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
         assert not [i for i in turn if isinstance(i, ev.RemoveCheckpoint)]
     rig.tick(1, n)
     rig.change(30)
@@ -86,9 +86,9 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
     save(rig, 10)
     rig.gone(1, signal=9)
     n = rig.join("b")
-    rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
+    rig.put(ev.CheckpointFound(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
     rig.tick(1, n)
-    assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10"), "just in time"
+    assert rig.ballot.full_plan.checkpoints == ("/1-20", "/1-10"), "just in time"
     rig.vote()
     save(rig, 30, n=n)
     rig.switch(20)
@@ -108,12 +108,12 @@ def test_one_that_turns_up_while_a_newcomer_begins_alone_is_used_or_set_aside(is
     rig.gone(1, signal=9)
     if is_committed:
         rig.vote()
-    rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
+    rig.put(ev.CheckpointFound(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
     if is_committed:
         rig.switch(10)
         assert usable(rig) == [10]
     else:
-        assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10")
+        assert rig.ballot.full_plan.checkpoints == ("/1-20", "/1-10")
 
 
 @pytest.mark.parametrize("is_heard", [False, True])
@@ -135,7 +135,7 @@ def test_one_that_turns_up_while_all_begin_together_is_set_aside_if_it_may_be_ne
         rig.arrive(3, 3, 10, edition=0)
     assert (rig.r.members, rig.m.has_state(3)) == (begin, not is_heard)
     for step in (8, 20):
-        rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
+        rig.put(ev.CheckpointFound(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
     assert usable(rig) == ([10, 8] if is_heard else [10])
 
 
@@ -215,7 +215,7 @@ def test_going_back_further_while_all_go_back_already() -> None:
     rig.vote()
     rig.put(ev.Rollback(at=rig.at, step=10))
     rig.switch(20)
-    assert (rig.ballot.change.generation, rig.ballot.delta.checkpoints) == (3, ("/1-10",))
+    assert (rig.ballot.change.generation, rig.ballot.delta_plan.checkpoints) == (3, ("/1-10",))
     rig.change(10)
     assert [back.to_step for back in rig.r.history.rollbacks] == [20, 10]
     assert (rig.m.phase, rig.r.root.rollback_below) == (RunPhase.STEADY, 0)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fallow.core.membership.gather import KEPT, Gathers
+from fallow.core.membership.gather import MAX_GENERATIONS, Gathers
 from fallow.core.membership.messages import (
     Checkpoint,
     Contract,
@@ -79,7 +79,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         refusal=_refusal(_known(status.refusal for status in all_of)),
         given_up=min(status.given_up for status in all_of),
         break_reason=max(all_of, key=attrgetter("given_up")).break_reason,
-        left=min(status.left for status in all_of),
+        passed_boundary=min(status.passed_boundary for status in all_of),
         step=min(status.step for status in all_of),
         has_state=all(status.has_state for status in all_of),
         switch=_switch([status.switch for status in all_of], generation),
@@ -227,7 +227,7 @@ class NodeGathers:
         whole = self._asked[place] = msgspec.structs.replace(
             given, node=self._node, part=msgspec.msgpack.encode(found.parts)
         )
-        newest = sorted({generation for generation, _ in self._asked})[-KEPT:]
+        newest = sorted({generation for generation, _ in self._asked})[-MAX_GENERATIONS:]
         self._asked = {place: said for place, said in self._asked.items() if place[0] in newest}
         return whole, []
 

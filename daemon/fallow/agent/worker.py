@@ -96,7 +96,7 @@ class Worker:
     @property
     def is_orderly(self) -> bool:
         """It has come to the end of its script, or to the boundary at which it had to leave."""
-        return self._status.finish is not None or self._status.left > 0
+        return self._status.finish is not None or self._status.passed_boundary > 0
 
     @property
     def is_clean(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fallow.core.membership.messages import Gather, Gathered, Order, Report, Standing, Wire
+from fallow.core.membership.messages import Gather, Gathered, Order, Report, Wire, WorkerState
 from fallow.model import DataNetwork
 from fallow.model.bounds import (
     Blob,
@@ -239,7 +239,7 @@ ToWorker = Start | Order | News | Heard | Gathered
 # -- worker -> agent -------------------------------------------------------------------------------------------------
 
 
-class Status(Standing, frozen=True, kw_only=True, tag="status"):
+class Status(WorkerState, frozen=True, kw_only=True, tag="status"):
     """How one worker stands."""
 
     progress: Progress = Progress()

@@ -243,7 +243,7 @@ class _AtOnce(Machine):
             case ev.Release():
                 for number in event.nodes:
                     nodes[number].leaving = event.reason
-            case ev.Gone() if event.node in nodes:
+            case ev.NodeEnded() if event.node in nodes:
                 self._forget(nodes[event.node])
         return then
 

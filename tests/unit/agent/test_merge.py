@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.agent.merge import Facts, NodeGathers, merge_progress, merge_report, needs_no_beat
-from fallow.core.membership.gather import KEPT, Gathers
+from fallow.core.membership.gather import MAX_GENERATIONS, Gathers
 from fallow.core.membership.messages import (
     Checkpoint,
     Contract,
@@ -46,7 +46,7 @@ STATUS = st.builds(
     ),
     given_up=COUNT,
     break_reason=st.sampled_from(("", "reset")),
-    left=COUNT,
+    passed_boundary=COUNT,
     step=COUNT,
     has_state=st.booleans(),
     switch=st.none()
@@ -93,7 +93,7 @@ def test_a_node_with_one_worker_stands_as_that_one_does(worker: Facts) -> None:
 def test_a_node_has_done_what_all_of_its_workers_have(workers: list[Facts]) -> None:
     report, all_of = merged(workers), [worker.status for worker in workers]
     assert (report.term, report.edition) == min((status.term, status.edition) for status in all_of)
-    for name in ("generation", "prepared", "given_up", "left", "step"):
+    for name in ("generation", "prepared", "given_up", "passed_boundary", "step"):
         assert getattr(report, name) == min(getattr(status, name) for status in all_of)
     for name in ("ready", "finish"):
         assert (getattr(report, name) is not None) is all(getattr(status, name) is not None for status in all_of)
@@ -265,7 +265,7 @@ def test_the_newest_generations_are_remembered_and_no_others(generations: list[i
     gathers = NodeGathers(1, 1)
     newest: list[int] = []
     for generation in generations:
-        newest = sorted({*newest, generation})[-KEPT:]
+        newest = sorted({*newest, generation})[-MAX_GENERATIONS:]
         found, _ = gathers.take(0, part(generation))
         assert found is None or generation in newest
         assert sorted(gather.generation for gather in gathers.unanswered()) == newest

@@ -1,8 +1,8 @@
-"""What can happen to a run (events), and what the machine asks for in return (instructions).
+"""Events that can happen to a run, and instructions that the machine returns.
 
-`at` is the head's clock: Unix time when the head began, plus monotonic seconds since. So deadlines outlive a head, and
-no step of the system clock is seen. Stamp a report when it is *received*. Make a tick only when everything that was
-received by then has been handled: then the machine never judges ahead of what is known.
+`at` is the head's clock: Unix time at the head's start plus monotonic seconds since. So deadlines survive a restart of
+the head, and steps of the system clock have no effect. Stamp a report when it is *received*. Send a tick only after
+everything received before it has been handled, so that the machine never judges before it knows.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Expected(Event, frozen=True, kw_only=True):
-    """An agent introduces its workers. May be said any number of times.
+    """An agent introduces its workers. May come any number of times.
 
-    A higher `boot` means that the agent starts its workers anew, because the earlier ones have ended.
+    A higher `boot` means that the agent has restarted its workers, because the earlier ones have ended.
     """
 
     host: str
@@ -29,96 +29,96 @@ class Expected(Event, frozen=True, kw_only=True):
     slots: int
     entry: str
     node: int = 0
-    "the number that these workers were given before; 0: none yet"
+    "node number that these workers got earlier; 0: none yet"
 
 
 class Reported(Event, frozen=True, kw_only=True):
-    """A report came, from the agent on this host."""
+    """The agent on this host has sent a report."""
 
     host: str
     report: Report
 
 
-class Gone(Event, frozen=True, kw_only=True):
-    """A node's workers have ended: its agent says so, or Slurm. Silence is no proof, so it makes no such event."""
+class NodeEnded(Event, frozen=True, kw_only=True):
+    """A node's workers have ended, as its agent or Slurm reports. Silence is no proof and causes no such event."""
 
     node: int
     reason: str
     host: str = ""
     boot: int = 0
-    "of the agent that says so, and which start of its workers it means; 0: Slurm says so of the node on record"
+    "`host` and `boot` of the reporting agent; 0: Slurm reports the recorded node"
     code: int | None = None
     signal: int | None = None
     tail: str = ""
     "last lines of standard error"
     report: Report | None = None
-    "the agent's last one: it has what workers said at their end, in case earlier reports were lost"
+    "the agent's last report, with the workers' last states, in case earlier reports were lost"
     is_ordered: bool = False
-    "an order had told them to end; the store may have lost why"
-    taken: bool = False
+    "an order had ended the workers; the store may have lost the reason"
+    by_slurm: bool = False
     "Slurm has taken the node: preempted, requeued, cancelled or failed"
     node_failed: bool = False
-    "Slurm says NODE_FAIL"
+    "Slurm reports NODE_FAIL"
 
 
 class Ends(Event, frozen=True, kw_only=True):
-    """When a node goes away (walltime, preemption), as Slurm says now. `ends_at` is on the clock of `at`."""
+    """Slurm reports when a node goes away (walltime, preemption). `ends_at` is on the clock of `at`."""
 
     node: int
     ends_at: float
 
 
 class Release(Event, frozen=True, kw_only=True):
-    """These nodes have to leave at the next boundary.
+    """These nodes must leave at the next boundary.
 
-    The generation without them is begun with the next tick. Whoever is released until then goes in it, too.
+    The next tick proposes a generation without them, and without all other nodes released until then.
     """
 
     reason: str
     nodes: tuple[int, ...] = ()
-    "none: the youngest members that are more than `limit`"
+    "empty: the youngest members in excess of `limit`"
     limit: int | None = None
-    "nodes wanted at most from now on, so that no standby takes their place; None: as before"
+    "new maximum number of nodes, so that no standby replaces the released ones; None: unchanged"
 
 
 class Bar(Event, frozen=True, kw_only=True):
-    """The run does without this host from now on. Its nodes leave at the next boundary."""
+    """Bar this host from the run. Its nodes leave at the next boundary."""
 
     host: str
     reason: str
 
 
 class Unbar(Event, frozen=True, kw_only=True):
-    """Somebody says that these hosts are all right now."""
+    """A person reports that these hosts work again."""
 
     hosts: tuple[str, ...]
 
 
 class Rollback(Event, frozen=True, kw_only=True):
-    """Go back to the usable checkpoint of `step`, which exists."""
+    """Go back to the checkpoint of `step`. The caller has checked that a usable one exists."""
 
     step: int
 
 
-class Found(Event, frozen=True, kw_only=True):
-    """A checkpoint that no report has told of is complete on disk: it was finished while no head was there."""
+class CheckpointFound(Event, frozen=True, kw_only=True):
+    """A checkpoint is complete on disk that no report has named, because it was finished while no head was running."""
 
     checkpoint: Checkpoint
 
 
 class Cancel(Event, frozen=True, kw_only=True):
-    """The run is over before its script is: cancelled, or (FAILED) it cannot even begin."""
+    """End the run before its script ends: it was cancelled, or (FAILED) it cannot begin."""
 
     reason: str
     status: RunStatus = RunStatus.CANCELLED
 
 
 class Ticked(Event, frozen=True, kw_only=True):
-    """All that was received until `at` has been handled. At least one a second."""
+    """Everything received until `at` has been handled. Sent at least once a second."""
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """The number of the workers that were expected, for their agent."""
+    """Node number for an agent's workers."""
 
     node: int
     host: str
@@ -127,9 +127,9 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """A node on this host reports that no record knows. Ask its agent to introduce it again, with its number.
+    """A node on this host reports that has no record. Ask its agent to introduce the node again, with its number.
 
-    The store has lost what was written last, or the node was forgotten because somebody said that it had ended.
+    The store has lost the last writes, or the record was deleted because the node was reported as ended.
     """
 
     node: int
@@ -149,7 +149,7 @@ class RemoveCheckpoint(msgspec.Struct, frozen=True):
 
 
 class Barred(msgspec.Struct, frozen=True):
-    """Too much has failed on this host: give back whatever else the run has of it, and do not ask for it."""
+    """A host is barred: give back all that the run holds of it, and do not request it."""
 
     host: str
 
@@ -160,4 +160,4 @@ class RunEnded(msgspec.Struct, frozen=True):
 
 
 Instruction = Order | Admitted | Unknown | Log | GenerationReport | RemoveCheckpoint | Barred | RunEnded
-"""An order is to be sent to its node. A report is to be kept: all members of a generation compute in it now."""
+"""Send an `Order` to its node. Keep a `GenerationReport`: all members of that generation compute in it now."""

@@ -1,6 +1,6 @@
-"""What is done when a node's report shows something: the actions of the table `tables.NODE`.
+"""Actions of the table `tables.NODE`: note the facts in a node's report.
 
-They only note facts. Which generation follows from a fact is for the rules of `tables.RUN`.
+The rules of `tables.RUN` decide which generation follows from the facts.
 """
 
 from fallow.core.membership import events as ev
@@ -13,16 +13,16 @@ from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 
 def recover(m: State, report: Report, host: str) -> None:
-    """The store has lost a number that a node on `host` has heard of, or even a committed generation: go on above."""
-    root, voting, known = m.roster.root, m.voting, m.roster.nodes.get(report.node)
+    """Continue above a generation number that a node on `host` reports and that the store has lost."""
+    root, voting, node = m.roster.root, m.voting, m.roster.nodes.get(report.node)
     newest = max(report.highest, report.generation, report.prepared, report.given_up)
     if newest > root.highest:
         root.highest = newest
         m.roster.mark("root")
     if voting is not None:
         number = voting.change.generation
-        is_asked = known is not None and known.host == host and known.id in voting.participants
-        # One who is not asked was told of that number by another head, and nobody computes in it yet.
+        is_asked = node is not None and node.host == host and node.id in voting.participants
+        # A node outside of the ballot got that number from another head, and no member computes in it yet.
         if newest > number or report.generation == number or (report.highest == number and not is_asked):
             m.spoil("the store has lost what was written last")
     if report.generation > max(root.generation, m.trouble.broken):
@@ -34,19 +34,19 @@ def recover(m: State, report: Report, host: str) -> None:
 
 
 def resend(m: State, node: Node, report: Report) -> None:
-    """The node has not obeyed its newest order: repeat it, not more often than the resend time."""
-    _, at = m.outbox.told.get(node.id, (0, -m.timing.resend_s))
+    """Repeat the newest order of a node that has not obeyed it, at most every `resend_s`."""
+    _, at = m.outbox.sent_orders.get(node.id, (0, -m.timing.resend_s))
     if m.watch.now - at >= m.timing.resend_s:
         m.tell([node.id])
 
 
 def take_back(m: State, node: Node, report: Report) -> None:
-    """The node was only not heard. If nothing was committed without it, it is a member as before."""
+    """Take back a node that was only silent. It is a member again unless a generation without it was committed."""
     r, text = m.roster, f"{m.roster.name(node.id)} is heard again"
     r.touch(node).ended = ""
     if node.seat:
         node.phase = MemberPhase.LEAVING if node.leaving else MemberPhase.MEMBER
-        m.trouble.lost.pop(node.id, None)
+        m.trouble.lost_members.pop(node.id, None)
         if r.root.status is RunStatus.SUSPENDED:
             r.root.status = RunStatus.TRAINING
         m.spoil(text)
@@ -59,7 +59,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
 
 
 def note_progress(m: State, node: Node, report: Report) -> None:
-    """A step, and news about single nodes that people want to see."""
+    """Note the node's step, and log what people want to know about the node."""
     r, name = m.roster, m.roster.name(node.id)
     if r.is_inside(node) and not r.root.rollback_below:
         node.step = max(node.step, report.step)
@@ -90,12 +90,12 @@ def note_saved(m: State, node: Node, report: Report) -> None:
 
 
 def keep_checkpoint(m: State, new: Checkpoint) -> None:
-    """A checkpoint is complete on disk; older ones may not be needed any more."""
-    r, known = m.roster, m.roster.checkpoints
-    if any(saved.checkpoint.path == new.path for saved in known.saved):
+    """Record a checkpoint that is complete on disk, and remove checkpoints that are no longer needed."""
+    r, checkpoints = m.roster, m.roster.checkpoints
+    if any(saved.checkpoint.path == new.path for saved in checkpoints.saved):
         return
     saved = Saved(checkpoint=new, aside=_is_superseded(m, new))
-    known.saved.append(saved)
+    checkpoints.saved.append(saved)
     r.root.unsaved_reason = ""
     r.mark("checkpoints")
     voters = m.voting.members if m.voting is not None else []
@@ -111,18 +111,18 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
         nbytes=new.nbytes,
         took_s=new.took_s,
     )
-    if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
-        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in known.take_spare(m.keep)]
+    if any(map(m.has_state, r.present())):  # otherwise members may be loading one of the checkpoints
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(m.keep)]
 
 
 def _is_superseded(m: State, new: Checkpoint) -> bool:
-    """The run has gone on from before this checkpoint since the generation that wrote it."""
+    """Return True if a later generation than the checkpoint's has begun before its step."""
     r, change = m.roster, m.roster.root.change
-    begun = r.history.first_steps + [(back.generation, back.to_step) for back in r.history.rollbacks]
+    begun = r.history.first_steps + [(rollback.generation, rollback.to_step) for rollback in r.history.rollbacks]
     if change is not None and r.members:
         goes_on = change.kind is not ChangeKind.START and any(map(m.has_state, r.members))
         if change.first_step is not None or not goes_on:
-            # Without a state, its members begin with an earlier checkpoint.
+            # Without a state, the members of the change begin with an earlier checkpoint.
             begun.append((change.generation, change.first_step or 0))
     return any(generation > new.generation and first < new.step for generation, first in begun)
 
@@ -145,11 +145,11 @@ def note_damaged(m: State, node: Node, report: Report) -> None:
         return
     damaged[0].problem = problem.reason
     r.mark("checkpoints")
-    left = r.checkpoints.usable()
-    then = f"that of step {left[0].step} is used" if left else "no older one is left"
+    usable = r.checkpoints.usable()
+    then = f"that of step {usable[0].step} is used" if usable else "no older one is left"
     m.outbox.log("damaged", f"{problem.reason}; {then}", path=problem.path, node=node.id)
-    if not left and not any(map(m.has_state, r.present())):
-        # Never from the beginning without a word: somebody may have a good copy.
+    if not usable and not any(map(m.has_state, r.present())):
+        # The run must not silently begin anew: the user may have a good copy.
         advice = "Put a good copy in its place and submit the run again, or begin anew"
         losses.end_run(m, RunStatus.FAILED, f"{problem.reason}; no older checkpoint is left. {advice}")
 
@@ -176,11 +176,11 @@ def note_fault(m: State, node: Node, report: Report) -> None:
     text = f"{m.roster.name(node.id)}: {fault.message}"
     m.outbox.log("failed", text, node=node.id, code=fault.code, step=fault.step, traceback=fault.traceback)
     node.traceback, node.code, node.step = fault.traceback, fault.code, max(node.step, fault.step)
-    # Its processes end after these words: they finish no step any more.
+    # The processes end after this report, so they finish no more step.
     m.roster.touch(node).proved_gone = True
-    known, new = m.roster.root.outcome, fault.outcome
-    if new is not None and (known is None or (new.generation, new.agreed) > (known.generation, known.agreed)):
-        m.roster.root.outcome = new  # who still waits for this exchange must not do again what comes after it
+    recorded, new = m.roster.root.outcome, fault.outcome
+    if new is not None and (recorded is None or (new.generation, new.agreed) > (recorded.generation, recorded.agreed)):
+        m.roster.root.outcome = new  # members that still wait for this exchange must not repeat it
     signature = fault.signature or f"exit code {fault.code}"
     is_failure = fault.code != Exit.TEMPFAIL
     if is_failure and losses.blame(m, node, FailureKind.EXCEPTION, signature, fault.message):
@@ -189,7 +189,7 @@ def note_fault(m: State, node: Node, report: Report) -> None:
 
 
 def note_deserted(m: State, node: Node, report: Report) -> None:
-    """Its exit code tells whether it is to blame: nothing is rebuilt until its processes have ended, or its lease."""
+    """Note that the script ended early. The machine waits for its exit code, at most for the lease."""
     if not node.deserted:
         m.roster.touch(node).deserted, node.step = True, max(node.step, report.step)
         m.deserted.add(node.id)
@@ -216,15 +216,15 @@ def note_finished(m: State, node: Node, report: Report) -> None:
 
 
 def note_left(m: State, node: Node, report: Report) -> None:
-    """The node has passed the boundary behind which it is no member."""
+    """Note that the node has passed the boundary behind which it is no member."""
     node.proved_gone = True
     losses.dismiss(m, node, Exit.OK, node.leaving)
-    # A leaver of an earlier change says nothing of the generation that acts now.
+    # A leaver of an earlier change proves nothing about the present generation.
     m.roster.root.old_may_step &= not m.roster.is_inside(node)
 
 
 def note_left_alone(m: State, node: Node, report: Report) -> None:
-    """Its node goes away, and it heard no head that could have released it."""
+    """Note that a member left by itself: its node goes away, and it heard no head that could have released it."""
     m.roster.touch(node).proved_gone = True
     node.leaving = node.leaving or "its node goes away"
     losses.lose(m, node, "its node goes away, and it heard no head")
@@ -249,7 +249,7 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
 
 
 def note_arrival(m: State, node: Node, report: Report) -> None:
-    """A member computes in the committed generation: all of its members have passed the boundary."""
+    """Note that a member computes in the committed generation, so all members have passed the boundary."""
     ballot, root, switch = m.open_ballot, m.roster.root, report.switch
     ballot.awaited.discard(node.id)
     change = ballot.change
@@ -271,7 +271,7 @@ def note_broken_group(m: State, node: Node, report: Report) -> None:
 
 
 def _note_break(m: State, node: Node, report: Report, text: str) -> None:
-    """A group broke on this node. Each further time at the same step is waited for twice as long."""
+    """Note that a group broke on this node. The wait before the rebuild doubles with each break at the same step."""
     if m.trouble.group is None:
         wait_s = m.timing.held_grace_s * 2 ** m.trouble.times(node.id, report.step)
         m.trouble.group = Broken(node.id, report.step, text, m.watch.now + wait_s)

@@ -1,7 +1,7 @@
-"""Rendezvous of a generation as one gather: each participant gives its part, and all get all parts at once.
+"""Rendezvous of a generation: each participant sends its part, and all participants get all parts at once.
 
-A node's part holds those of all its workers. It costs the same however many others wait, and the answer is made once.
-In memory only: a generation that was being built when the head died is burned anyway.
+A node's part contains the parts of all its workers. Gathers are kept in memory only: a generation that was being built
+when the head died is burned anyway.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from fallow.core.membership.messages import Gather, Gathered
 
-KEPT = 4
-"""Generations whose gathers are kept, the newest."""
+MAX_GENERATIONS = 4
+"""Number of newest generations whose gathers are kept."""
 
-MOST_KEYS = 256
-"""Gathers of one generation; more are not taken."""
+MAX_KEYS = 256
+"""Most gathers of one generation; further ones are ignored."""
 
 
 @dataclass(slots=True)
@@ -31,34 +31,34 @@ class Gathers:
         self._generations: dict[int, _Generation] = {}
 
     def open(self, generation: int, participants: Sequence[int]) -> None:
-        """A plan was sent: these nodes take part, in rank order. Saying it again changes nothing."""
+        """Register the participants of a generation, in rank order. Repeated calls change nothing."""
         if generation in self._generations:
             return
         self._generations[generation] = _Generation(dict.fromkeys(participants))
-        for old in sorted(self._generations)[:-KEPT]:
+        for old in sorted(self._generations)[:-MAX_GENERATIONS]:
             del self._generations[old]
 
-    def take(self, said: Gather) -> tuple[Gathered | None, list[int]]:
-        """Take one part, or the question who is missing.
+    def take(self, gather: Gather) -> tuple[Gathered | None, list[int]]:
+        """Handle one part, or the question whose parts are missing.
 
         Returns:
-            the answer and the nodes to send it to; None and no nodes while parts are missing.
+            Answer and the nodes to send it to; None and no nodes while parts are missing.
         """
-        known = self._generations.get(said.generation)
-        if known is None or said.node not in known.nodes:
+        gathers = self._generations.get(gather.generation)
+        if gathers is None or gather.node not in gathers.nodes:
             return None, []
-        if said.key in known.answers:
-            return known.answers[said.key], [said.node]  # the answer was lost, so the node asks again
-        if said.key not in known.parts and len(known.parts) + len(known.answers) >= MOST_KEYS:
+        if gather.key in gathers.answers:
+            return gathers.answers[gather.key], [gather.node]  # the answer was lost, so the node asks again
+        if gather.key not in gathers.parts and len(gathers.parts) + len(gathers.answers) >= MAX_KEYS:
             return None, []
-        parts = known.parts.setdefault(said.key, {})
-        if not said.part:
-            missing = tuple(node for node in known.nodes if node not in parts)
-            return Gathered(generation=said.generation, key=said.key, missing=missing), [said.node]
-        parts[said.node] = said.part
-        if len(parts) < len(known.nodes):
+        parts = gathers.parts.setdefault(gather.key, {})
+        if not gather.part:
+            missing = tuple(node for node in gathers.nodes if node not in parts)
+            return Gathered(generation=gather.generation, key=gather.key, missing=missing), [gather.node]
+        parts[gather.node] = gather.part
+        if len(parts) < len(gathers.nodes):
             return None, []
-        del known.parts[said.key]
-        ordered = tuple(parts[node] for node in known.nodes)
-        answer = known.answers[said.key] = Gathered(generation=said.generation, key=said.key, parts=ordered)
-        return answer, list(known.nodes)
+        del gathers.parts[gather.key]
+        ordered = tuple(parts[node] for node in gathers.nodes)
+        answer = gathers.answers[gather.key] = Gathered(generation=gather.generation, key=gather.key, parts=ordered)
+        return answer, list(gathers.nodes)

@@ -1,13 +1,13 @@
-"""Nodes that go, and the end of the run: whose failure it is, and what depended on the node.
+"""Losses of nodes and the end of the run: who is to blame, and what depended on the node.
 
-A loss is only noted here. Which generation follows from it is for the rules in `tables`.
+This module only notes losses. The rules in `tables` decide which generation follows.
 """
 
 from signal import SIGTERM
 
 from fallow.core.membership import events as ev
 from fallow.core.membership import failures
-from fallow.core.membership.failures import APART
+from fallow.core.membership.failures import DIVERGENCE
 from fallow.core.membership.messages import End
 from fallow.core.membership.records import Failure, FailureKind, Node
 from fallow.core.membership.state import State
@@ -19,18 +19,18 @@ _DESERTED = (
     "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
 )
 _ENV = "env:// rendezvous"
-"""In the last line of what torch says where an init_process_group finds no fixed world."""
+"""Part of the last line of torch's error when init_process_group finds no fixed world."""
 
 
 def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GONE) -> None:
-    """The node is gone, or (SILENT) given up."""
+    """Note that a node has ended, or (SILENT) is given up."""
     r, name, before = m.roster, m.roster.name(node.id), node.phase
     r.touch(node).phase = phase
     node.ended = reason if before is MemberPhase.SILENT else node.ended or reason
     if phase is MemberPhase.GONE and node.seat and r.root.scripted and not r.finishing:
         r.root.limit = max(0, r.root.limit - 1)
     if before is MemberPhase.SILENT:
-        return  # it was given up before; now its end is proved
+        return  # the node was given up before, and now its end is proved
     if before is MemberPhase.STARTING:
         if phase is MemberPhase.GONE and not node.leaving:
             _note_early_end(m, node, reason)
@@ -41,16 +41,16 @@ def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GON
     if not node.seat:
         m.spoil(f"newcomer {name} is gone: {reason}", node.id)
     if m.roster.is_inside(node):
-        m.trouble.lost[node.id], m.trouble.code = reason, None if node.leaving else node.code
+        m.trouble.lost_members[node.id], m.trouble.code = reason, None if node.leaving else node.code
 
 
 def eject(m: State, *overdue: Overdue) -> None:
-    """Give nodes up. A node that is only not heard may come back; any other one is told to end."""
+    """Give nodes up. A node that is only silent may come back; any other node gets the order to end."""
     for one in overdue:
         node = one.node
         if node.deserted and _deserts(m, node):
             text = _DESERTED.format(how=f"its process did not: {one.reason}")
-            if blame(m, node, FailureKind.EXCEPTION, APART + "desertion", text):
+            if blame(m, node, FailureKind.EXCEPTION, DIVERGENCE + "desertion", text):
                 return
         if one.kind is not None:
             blame(m, node, one.kind, one.kind.value, one.reason)
@@ -67,11 +67,11 @@ def dismiss(m: State, node: Node, code: Exit, reason: str, *, kill: bool = False
     m.tell([node.id])
 
 
-def end_early(m: State, node: Node, event: ev.Gone) -> None:
-    """The node's workers have ended before their script had."""
+def end_early(m: State, node: Node, event: ev.NodeEnded) -> None:
+    """Handle a node whose workers ended before their script did."""
     node.code, kind, signature, reason = event.code, None, "", event.reason
-    if node.phase is MemberPhase.STARTING and (event.taken or event.signal == SIGTERM):
-        # Slurm's signal reaches the script, which does not handle it yet, before anybody says that the node has to go.
+    if node.phase is MemberPhase.STARTING and (event.by_slurm or event.signal == SIGTERM):
+        # Slurm's signal reaches a script that does not handle it yet, before the head knows that the node must leave.
         m.outbox.log("eject", f"{m.roster.name(node.id)} is gone: {reason}", node=node.id)
         node.leaving = node.leaving or reason
     if event.signal in failures.CRASHES:
@@ -79,7 +79,7 @@ def end_early(m: State, node: Node, event: ev.Gone) -> None:
     elif event.code not in (None, Exit.OK, Exit.TEMPFAIL):
         kind, signature = FailureKind.EXCEPTION, f"exit code {event.code}"
     elif event.code == Exit.OK and _deserts(m, node):
-        kind, signature = FailureKind.EXCEPTION, APART + "exit code 0"
+        kind, signature = FailureKind.EXCEPTION, DIVERGENCE + "exit code 0"
         reason = _DESERTED.format(how="exit code 0")
     if kind is not None and not node.leaving:
         node.traceback = node.traceback or event.tail
@@ -91,8 +91,8 @@ def end_early(m: State, node: Node, event: ev.Gone) -> None:
     lose(m, node, event.reason)
 
 
-def end_finished(m: State, node: Node, event: ev.Gone) -> None:
-    """The script had ended, now its processes have. The main member's exit code decides about the run."""
+def end_finished(m: State, node: Node, event: ev.NodeEnded) -> None:
+    """Handle the end of a node whose script had finished. The main member's exit code decides about the run."""
     r, is_main = m.roster, node.id == m.roster.root.main
     r.touch(node).phase, node.code = MemberPhase.GONE, event.code
     if event.code == Exit.OK:
@@ -112,7 +112,7 @@ def exit_unknown(m: State, node: Node, why: str) -> str:
 
 
 def blame(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> bool:
-    """Note a failure. True: it is the script's own, and has ended the run."""
+    """Record a failure. Returns True if the script is to blame, which ends the run."""
     r = m.roster
     failure = Failure(
         node=node.id,
@@ -138,14 +138,14 @@ def blame(m: State, node: Node, kind: FailureKind, signature: str, text: str) ->
 
 
 def bar(m: State, host: str, reason: str) -> None:
-    """The run does without this host for a while."""
+    """Bar the host from the run for a while."""
     failures.bar(m.roster, host, reason, m.at)
     m.outbox.log("bar", f"{host} is barred from this run: {reason}", host=host)
     m.outbox.instructions.append(ev.Barred(host))
 
 
 def count_start_failure(m: State, what: str, traceback: str = "") -> None:
-    """A node could not even begin. If no node ever could, the run has failed."""
+    """Count a node that failed before its training loop. If no node ever trained and none is left, the run fails."""
     r = m.roster
     r.root.start_failures += 1
     r.root.message, r.root.traceback = r.root.message or what, r.root.traceback or traceback
@@ -156,12 +156,12 @@ def count_start_failure(m: State, what: str, traceback: str = "") -> None:
 
 
 def end_run(m: State, status: RunStatus, message: str, traceback: str = "") -> None:
-    """The run is over. Every node that has not finished its script is told to end."""
+    """End the run. Every node that has not finished its script gets the order to end."""
     root = m.roster.root
     m.tell([n for n, node in m.roster.nodes.items() if node.alive and not node.finished])
     root.status, root.message, root.traceback, root.change, m.ballot = status, message, traceback, None, None
     m.roster.mark("root")
-    m.trouble.lost.clear()
+    m.trouble.lost_members.clear()
     m.outbox.instructions.append(ev.RunEnded(status, message))
 
 
@@ -181,14 +181,18 @@ def end_well(m: State) -> None:
 
 
 def forget_if_unneeded(m: State, node: Node) -> None:
-    """Delete the record of a node whose processes have ended and that no generation needs to know."""
+    """Delete the record of a node whose processes have ended and that no generation refers to."""
     root = m.roster.root
-    mains = (root.main, root.first, root.first_before)  # a run may be found to have ended in the generation before
-    needed = m.roster.is_inside(node) or node.id in m.participants() or node.id in mains
-    if node.exited and node.phase is MemberPhase.GONE and not needed:
+    mains = (
+        root.main,
+        root.first,
+        root.first_before,
+    )  # the training may turn out to have ended in the previous generation
+    is_needed = m.roster.is_inside(node) or node.id in m.participants() or node.id in mains
+    if node.exited and node.phase is MemberPhase.GONE and not is_needed:
         m.roster.forget(node)
         m.watch.forget(node.id)
-        m.outbox.told.pop(node.id, None)
+        m.outbox.sent_orders.pop(node.id, None)
         m.outbox.ends.pop(node.id, None)
         m.trouble.attempts.pop(node.id, None)
 
@@ -211,7 +215,7 @@ def _note_early_end(m: State, node: Node, reason: str) -> None:
 
 
 def _deserts(m: State, node: Node) -> bool:
-    """Has its script ended in order, but in the middle of the training, in which others go on?"""
+    """Return True if the script ended without an error in the middle of a training that others continue."""
     r = m.roster
     is_member = node.phase is MemberPhase.MEMBER and not node.leaving and not r.finishing
     return is_member and any(n != node.id for n in r.present(MemberPhase.MEMBER))

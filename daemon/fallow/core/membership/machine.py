@@ -1,16 +1,16 @@
 """The membership machine of one run: events in, instructions out. Pure: it has no clock and does no I/O.
 
-The two tables in `tables` say all of it. This module takes events in and has the tables carried out.
+The two tables in `tables` hold all decisions. This module takes events in and carries the tables out.
 
-Why it is safe. *All* members of a generation finish a step, or none does. So a generation is over for certain once one
-of its members has given it up for good: it has voted for a plan that interrupts it, it has passed the boundary behind
-it, or its end is proved. Silence proves nothing. Before that holds of every generation that may still finish steps,
-nothing is committed (`tables.may_commit`). A planned change needs no such proof, because the members of the old
-generation agree on the boundary among themselves. Votes are not stored: a head that comes back burns what was not
-committed. Numbers and commits are stored before anybody hears of them.
+Why it is safe. *All* members of a generation finish a step, or none does. So a generation is certainly over once one of
+its members can finish no step any more: the member has voted for a plan that interrupts the generation, has passed the
+boundary behind it, or has provably ended. Silence proves nothing. The machine commits a new generation only when every
+generation that may still finish steps is over (`tables.may_commit`). A planned change needs no such proof, because the
+members of the old generation agree on the boundary among themselves. Votes are not stored: a restarted head burns every
+generation that was not committed. Numbers and commits are stored before any node learns of them.
 
-The manner is that of `distributed.worker_state_machine` (dask/distributed): events, instructions, tables, a story for
-the error message, and a switch for validation.
+The design follows `distributed.worker_state_machine` (dask/distributed): events, instructions, tables, a trace for the
+error message, and a switch for validation.
 """
 
 from collections.abc import Callable
@@ -27,34 +27,34 @@ from fallow.model import Exit, MemberPhase, RollbackReport
 from fallow.text import counted
 
 MOST_RULES = 20
-"""Rules that one event may set off."""
+"""Most rules that one event may set off."""
 
 
 class InvalidMembership(AssertionError):
-    """The machine broke one of its own rules. The story of the last events is in the message."""
+    """The machine broke one of its own invariants. The message contains the trace of the last events."""
 
 
 class Machine(State):
-    """Decides who computes in which generation. What it knows, and how to make one: see `State`."""
+    """Decides which nodes compute in which generation. `State` documents its parts and its arguments."""
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
-        """Apply one event. If it raises, drop this machine and make another one of what is stored.
+        """Apply one event. If this raises, drop the machine and make another one from the stored records.
 
         Returns:
-            What follows from the event. What has changed of the roster must be durable before anything of it is done.
+            Instructions that follow from the event. Write the changed records before carrying any of them out.
 
         Raises:
-            InvalidMembership: an invariant is broken, or the rules do not come to rest.
+            InvalidMembership: an invariant is broken, or more than `MOST_RULES` rules follow from one event.
         """
         self.at, self.is_tick = event.at, isinstance(event, ev.Ticked)
-        self.may_be_due = self.may_be_due or isinstance(event, ev.Ticked | ev.Gone | ev.Rollback)
+        self.may_be_due = self.may_be_due or isinstance(event, ev.Ticked | ev.NodeEnded | ev.Rollback)
         if self.is_tick:
             self.watch.advance(event.at)
             is_early = self.watch.now < self.timing.listen_s
             self.is_listening = self.is_listening and is_early and not self.watch.heard_all()
         elif not isinstance(event, ev.Reported):
-            self.story.append(str(event))
-        if not self.roster.root.status.ended or isinstance(event, ev.Reported | ev.Gone):
+            self.trace.append(str(event))
+        if not self.roster.root.status.ended or isinstance(event, ev.Reported | ev.NodeEnded):
             _HANDLERS[type(event)](self, event)
             self._apply_rules()
         if self._validate:
@@ -62,7 +62,7 @@ class Machine(State):
         return self.take_instructions()
 
     def waiting(self) -> str:
-        """Why nodes that are ready and have a place do not compute; empty: there are none, or they are about to."""
+        """Return why ready nodes within the limit do not compute; empty: none is ready, or they are about to."""
         r = self.roster
         standbys = r.fitting(r.present(MemberPhase.MEMBER), r.standbys())
         if not standbys or r.root.status.ended:
@@ -75,8 +75,8 @@ class Machine(State):
                 f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
                 f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
             )
-        known = [r.nodes[n] for n in r.inside() if n in r.nodes and not r.nodes[n].proved_gone]
-        unheard = [node.id for node in known if not node.alive or self.watch.unheard_s(node.id) > self.timing.lease_s]
+        nodes = [r.nodes[n] for n in r.inside() if n in r.nodes and not r.nodes[n].proved_gone]
+        unheard = [node.id for node in nodes if not node.alive or self.watch.unheard_s(node.id) > self.timing.lease_s]
         if unheard:
             return f"{r.names(standbys)} cannot begin before {r.names(unheard)} is heard, or is certain to have ended"
         return ""
@@ -90,22 +90,22 @@ class Machine(State):
                 return
             name = f"{phase}: {rule.name}"
             self.carried_out[name] += 1
-            self.story.append(f"{self.at:.2f} {name}")
+            self.trace.append(f"{self.at:.2f} {name}")
             rule.action(self)
             self.roster.mark("root")
             self.may_be_due = True
-        raise InvalidMembership(f"run {self.roster.root.run} does not come to rest:\n" + "\n".join(self.story))
+        raise InvalidMembership(f"run {self.roster.root.run} does not come to rest:\n" + "\n".join(self.trace))
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def _expect(self, event: ev.Expected) -> None:
         r = self.roster
-        here = r.at_place(event.host, event.token)
-        if any(node.boot > event.boot for node in here):
-            return  # it was said long ago
-        node = next((node for node in here if node.boot == event.boot), None)
+        of_agent = r.at_place(event.host, event.token)
+        if any(node.boot > event.boot for node in of_agent):
+            return  # an introduction that was overtaken
+        node = next((node for node in of_agent if node.boot == event.boot), None)
         if node is None:
-            # A number that a store forgot stays the node's, as long as nobody else has got it since.
+            # The store may have lost the node's number. The node keeps the number unless another node has got it since.
             number = event.node if event.node and event.node not in r.nodes else r.root.next_id
             node = Node(
                 id=number,
@@ -117,17 +117,17 @@ class Machine(State):
             )
             r.root.next_id = max(r.root.next_id, number + 1)
             r.add(node)
-            self.watch.came(number)
-            for old in [old for old in here if not old.exited]:
-                self._lose(ev.Gone(at=event.at, node=old.id, reason="its agent has started its workers anew"))
-        # A known one may not have heard the last order before its connection broke, or another head has sent that.
+            self.watch.add_node(number)
+            for old in [old for old in of_agent if not old.exited]:
+                self._lose(ev.NodeEnded(at=event.at, node=old.id, reason="its agent has started its workers anew"))
+        # A known node may have missed the last order: its connection broke, or another head sent the order.
         self.tell([node.id])
         self.outbox.instructions.append(ev.Admitted(node.id, node.host, node.token, node.boot))
 
     def _report(self, event: ev.Reported) -> None:
         report = event.report
         if report.term > self.outbox.term:
-            # It obeys a newer head, or it lies. Whether there is a newer head the store says, at the next write.
+            # The node obeys a newer head, or it lies. The next write to the store shows whether a newer head exists.
             return
         recover(self, report, event.host)
         node, last = self.roster.nodes.get(report.node), self.watch.reports.get(report.node)
@@ -150,7 +150,7 @@ class Machine(State):
                     return
         self.may_be_due = self.may_be_due or node.phase is not before
 
-    def _lose(self, event: ev.Gone) -> None:
+    def _lose(self, event: ev.NodeEnded) -> None:
         node = self.roster.nodes.get(event.node)
         if node is None or (event.boot and (node.host, node.boot) != (event.host, event.boot)):
             return
@@ -171,9 +171,9 @@ class Machine(State):
             losses.end_early(self, node, event)
         losses.forget_if_unneeded(self, node)
 
-    # -- what people and Slurm want -----------------------------------------------------------------------------------
+    # -- requests of people and Slurm ---------------------------------------------------------------------------------
 
-    # Nodes leave with the next tick: those that have to go for one reason, in several events, go together.
+    # Nodes leave with the next tick, so that nodes released by several events leave in one generation.
 
     def _release(self, event: ev.Release) -> None:
         nodes = event.nodes
@@ -214,7 +214,7 @@ class Machine(State):
         self.roster.mark("failures")
 
     def _roll_back(self, event: ev.Rollback) -> None:
-        """Members go back with the next planned change, or with a loss before it."""
+        """Have members go back to the checkpoint, with the next planned change or with an earlier loss."""
         r, root, step = self.roster, self.roster.root, event.step
         reached = [saved.checkpoint.step for saved in r.checkpoints.saved if not saved.aside]
         from_step = max([r.front, step, *reached])
@@ -244,13 +244,13 @@ class Machine(State):
 _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
     ev.Expected: Machine._expect,
     ev.Reported: Machine._report,
-    ev.Gone: Machine._lose,
+    ev.NodeEnded: Machine._lose,
     ev.Ends: Machine._note_end,
     ev.Release: Machine._release,
     ev.Bar: Machine._bar,
     ev.Unbar: Machine._unbar,
     ev.Rollback: Machine._roll_back,
-    ev.Found: lambda m, event: keep_checkpoint(m, event.checkpoint),
+    ev.CheckpointFound: lambda m, event: keep_checkpoint(m, event.checkpoint),
     ev.Cancel: lambda m, event: losses.end_run(m, event.status, event.reason),
     ev.Ticked: Machine._tick,
 }
@@ -275,5 +275,5 @@ def _check(m: State) -> None:
     }
     broken = [rule for rule, is_kept in holds.items() if not is_kept]
     if broken:
-        story = "\n".join(m.story)
-        raise InvalidMembership(f"run {root.run}: {'; '.join(broken)}\n{root}\nstory:\n{story}")
+        trace = "\n".join(m.trace)
+        raise InvalidMembership(f"run {root.run}: {'; '.join(broken)}\n{root}\ntrace:\n{trace}")

@@ -1,13 +1,14 @@
-"""What travels between the head and the agents of nodes, and from an agent on to its workers.
+"""Messages between the head and the agents of nodes, and from an agent to its workers.
 
-Two messages carry the protocol: a `Report` says where a node is, an `Order` says where it has to be. Both state a
-condition, never an event. So the newest one by number replaces all older ones, and a message that is lost, repeated or
-overtaken does no harm. An agent reports for its workers together: a node has done something once all its workers have.
+Two messages carry the protocol: a `Report` gives the state of a node, an `Order` the state that the node must reach.
+Neither describes an event. So the newest message by number replaces all older ones, and a lost, repeated or overtaken
+message does no harm. An agent reports for its workers together: a node has done something once all its workers have.
 
-Each message travels behind the number of its version (`wire.codec`). A field with a default may be added without a new
-version: older peers ignore it. A field that is renamed, removed or means something else needs a new version, and so
-does a new value of an enum. All fields are bounded: they come from the network, and go to the store.
-Progress and metrics (loss, samples per second, busy links) are not here: they decide nothing about the membership.
+The version number precedes each message (`wire.codec`). A field with a default may be added without a new version:
+older peers ignore it. A field that is renamed, removed or redefined needs a new version, and so does a new value of an
+enum. All fields are bounded, because they come from the network and go to the store.
+Progress and metrics (loss, samples per second, busy links) travel in `core.protocol`, because they do not affect the
+membership.
 """
 
 from collections.abc import Sequence
@@ -21,48 +22,48 @@ from fallow.model import Doing, Exit, FallowError, Parts
 from fallow.model.bounds import Blob, Code, Count, Finite, Moment, Name, Prose, Seconds, Shards, Slots
 
 VERSION = 1
-"""Version of the messages that are written here."""
+"""Version of the messages that this code writes."""
 
 READABLE = frozenset((VERSION,))
-"""Versions that are understood."""
+"""Versions that this code reads."""
 
 
 class Unreadable(FallowError):
-    """A message or a stored record cannot be understood."""
+    """A message or a stored record cannot be decoded."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Exit.DATA)
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of everything that travels. Unknown fields are ignored, a missing one without a default is an error."""
+    """Base of all messages. Unknown fields are ignored; a missing field without a default is an error."""
 
 
 class Recorded(Wire, frozen=True, kw_only=True, omit_defaults=False):
-    """What is in records, too. All its fields are written, so that none is ever missing there (`core.records`)."""
+    """Base of messages that are also stored. All fields are written, as `core.records` demands."""
 
 
 FEW, MANY = Meta(max_length=1024), Meta(max_length=100_000)
 
 
 class Contract(Recorded, frozen=True, kw_only=True):
-    """What a node that has rehearsed says about its script. All members must say the same."""
+    """What a node that has rehearsed reports about its script. All members must report the same."""
 
     signature: Name
     "SHA-256 over names, shapes and dtypes of the prepared state"
     shards: Shards
-    "the most workers that can do something useful"
+    "number of shards of the global batch, which is the highest useful number of workers"
     global_batch: Shards
     total_steps: Count | None = None
     layout: Annotated[tuple[Prose, ...], MANY] = ()
-    "one line per tensor; tells what differs"
+    "one line per tensor, for the message about a difference"
     arithmetic: Annotated[tuple[Name, ...], FEW] = ()
-    "reproducible mode: what the bits depend on, one fact a line; empty in the fast mode"
+    "reproducible mode: everything that the bits depend on, one fact per line; empty in the fast mode"
     restarts: bool = False
-    "the script knows nothing of Fallow: each change of the membership restarts it"
+    "restart mode: each change of the membership restarts the script"
 
     def difference(self, newcomer: "Contract") -> str | None:
-        """Why a newcomer cannot join those who have this one: the first thing that is another; None: it can."""
+        """Return the first difference that keeps a newcomer from joining these members; None: it may join."""
         if (newcomer.global_batch, newcomer.shards) != (self.global_batch, self.shards):
             return (
                 f"its global batch is {newcomer.global_batch} in {newcomer.shards} shards, the members' is "
@@ -72,27 +73,28 @@ class Contract(Recorded, frozen=True, kw_only=True):
             return "it is started with other arguments than the members: --restart must be given to all or to none"
         if newcomer.signature == self.signature:
             return other_bits(self.arithmetic, newcomer.arithmetic)
-        for mine, theirs in zip(newcomer.layout, self.layout, strict=False):
-            if mine != theirs:
-                return f"its model differs from the members': it has {mine}, they have {theirs}"
+        for line, members_line in zip(newcomer.layout, self.layout, strict=False):
+            if line != members_line:
+                return f"its model differs from the members': it has {line}, they have {members_line}"
         return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(self.layout)}"
 
 
 def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:
-    """Why a newcomer's results would differ in the last bits, in a reproducible run.
+    """Return why a newcomer's results would differ in the last bits, in a reproducible run; None: they would not.
 
     Args:
-        members: their arithmetic signature, a line per fact; empty: their run is not reproducible.
-        newcomer: its own.
+        members: arithmetic signature of the members, one fact per line; empty: their run is not reproducible.
+        newcomer: arithmetic signature of the newcomer.
     """
     if bool(members) != bool(newcomer):
-        ours, theirs = bool(newcomer), bool(members)
-        return f"it says reproducible={ours}, the members reproducible={theirs}; start it with the same arguments"
-    for mine, theirs_line in zip_longest(newcomer, members, fillvalue="nothing of the kind"):
-        if mine != theirs_line:
+        newcomer_mode, members_mode = bool(newcomer), bool(members)
+        difference = f"it says reproducible={newcomer_mode}, the members reproducible={members_mode}"
+        return f"{difference}; start it with the same arguments"
+    for newcomer_line, members_line in zip_longest(newcomer, members, fillvalue="nothing of the kind"):
+        if newcomer_line != members_line:
             return (
-                f"the run is reproducible, so all members must compute the same bits: it computes with {mine}, the "
-                f"members with {theirs_line}; give the run nodes and settings of one kind"
+                "the run is reproducible, so all members must compute the same bits: it computes with "
+                f"{newcomer_line}, the members with {members_line}; give the run nodes and settings of one kind"
             )
     return None
 
@@ -103,45 +105,45 @@ class Refusal(Wire, frozen=True, kw_only=True):
     generation: Count
     reason: Prose
     unreachable: Annotated[tuple[Count, ...], MANY] = ()
-    "nodes to which no connection could be made"
+    "nodes that could not be reached"
     tried: Annotated[tuple[Name, ...], MANY] = ()
-    "ADDRESS:PORT of each of these connections"
+    "ADDRESS:PORT of each failed connection, in the order of `unreachable`"
 
 
 class Outcome(Recorded, frozen=True, kw_only=True):
-    """What a node knows of the exchanges outside of bodies: ends of loops, means and barriers."""
+    """What a node knows of exchanges outside of loop bodies: ends of loops, `run.mean`, `run.barrier`."""
 
     generation: Count
     agreed: Count
-    "how many of them are complete"
+    "number of completed exchanges"
     answer: float
-    "result of the last one"
+    "result of the last completed exchange"
 
 
 class Fault(Wire, frozen=True, kw_only=True):
-    """The script failed on one of the node's workers, whose process ends after this."""
+    """The script failed on one of the node's workers. The worker's process ends after this report."""
 
     code: Code
     message: Prose
     signature: Prose = ""
-    "exception and line of the script: the same wherever the same thing fails"
+    "exception and line of the script; equal for equal failures on different nodes"
     traceback: Prose = ""
     step: Count = 0
     outcome: Outcome | None = None
 
 
 class Switch(Wire, frozen=True, kw_only=True):
-    """How the node went over to the generation in which it computes."""
+    """Figures of the node's switch to the generation in which it computes."""
 
     generation: Count
     first_step: Count
     pause_s: Seconds = 0.0
-    "of the worker that stood still the longest"
+    "longest pause of any of its workers"
     parts: Parts = Parts()
     bytes_in_pause: Count = 0
     bytes_behind: Count = 0
     discarded: Count = 0
-    "steps that were computed and did not count"
+    "number of computed steps that do not count"
 
 
 class Finish(Recorded, frozen=True, kw_only=True):
@@ -171,12 +173,12 @@ class Checkpoint(Recorded, frozen=True, kw_only=True):
     written_at: Moment = 0.0
     "Unix time"
     took_s: Seconds = 0.0
-    asked: bool = False
-    "somebody asked for it by hand"
+    by_hand: bool = msgspec.field(default=False, name="asked")
+    "requested by a person"
 
 
 class Problem(Wire, frozen=True, kw_only=True):
-    """A checkpoint that could not be written (`generation` and `step` say which) or loaded (`path` says which)."""
+    """A checkpoint that could not be written (see `generation` and `step`) or loaded (see `path`)."""
 
     reason: Prose
     path: Name = ""
@@ -184,70 +186,70 @@ class Problem(Wire, frozen=True, kw_only=True):
     step: Count = 0
 
 
-class Standing(Wire, frozen=True, kw_only=True):
-    """Where a worker is; or a node, which has done something once all its workers have."""
+class WorkerState(Wire, frozen=True, kw_only=True):
+    """State of a worker, or of a node, which has done something once all its workers have."""
 
     term: Count = 0
     edition: Count = 0
-    "of the newest order that was obeyed; 0, 0: none yet"
+    "term and edition of the newest order that the worker obeys; 0, 0: none yet"
     ready: Contract | None = None
-    "rehearsed; repeated until an order says `accepted`"
+    "set once the worker has rehearsed; repeated until an order says `accepted`"
     generation: Count = 0
-    "it computes in this one; 0: in none"
+    "generation in which the worker computes; 0: none"
     prepared: Count = 0
-    "newest generation whose group stands: a vote for it"
+    "newest generation whose process group is built; counts as a vote for it"
     refusal: Refusal | None = None
     given_up: Count = 0
-    "no step will be finished in this generation or an older one any more"
+    "newest generation in which the worker will finish no more step; older ones are given up with it"
     break_reason: Prose = ""
-    "why the newest group that broke did; empty: only groups broke that an order had given up"
-    left: Count = 0
-    "newest generation that was told to be without this node, and whose boundary it has passed"
+    "why the newest broken group broke; empty: no group broke but those that an order had given up"
+    passed_boundary: Count = msgspec.field(default=0, name="left")
+    "newest generation without this node whose boundary it has passed"
     step: Count = 0
-    "finished"
+    "number of finished steps"
     has_state: bool = False
-    "the whole of it"
+    "the state is complete"
     switch: Switch | None = None
     doing: Doing = Doing.WORKING
     "a node is WAITING or OUTSIDE only if all its workers are"
     stalled_s: Finite = 0.0
-    "since it got on; of a node: since the worker that got on last did so"
+    "seconds since the last progress; of a node: since the last progress of any worker"
     computes: bool = False
-    "the device is at this worker's own work, or hangs in it; of a node: that of one worker. False for processors"
+    "the device computes for this worker, or hangs in its work; of a node: for any worker. False without a device"
     in_call: bool = False
-    "it waits in run.mean or run.barrier"
+    "the worker waits in run.mean or run.barrier"
     deserted: bool = False
-    "the script ended inside of a loop in which others go on; its processes have not ended yet"
+    "the script ended inside of a loop that other members continue, and its processes have not ended yet"
     finish: Finish | None = None
     fault: Fault | None = None
     saved: Checkpoint | None = None
-    "the newest; repeated until an order names it in `noted`"
+    "newest checkpoint; repeated until an order names it in `noted`"
     unsaved: Problem | None = None
-    "the newest checkpoint that could not be written"
+    "newest checkpoint that could not be written"
     damaged: Problem | None = None
-    "the newest checkpoint that could not be loaded"
+    "newest checkpoint that could not be loaded"
     healed: Count = 0
-    "the step at which its weights were not those of most members, and it received theirs; 0: never"
+    "last step at which the worker's weights differed from those of most members and were replaced; 0: never"
     unrecorded: Count | None = None
-    "step from which on the ledger lacks records, because its file cannot be written; None: nothing is missing"
+    "first step that is missing in the ledger, because its file cannot be written; None: nothing is missing"
 
 
-class Report(Standing, frozen=True, kw_only=True, tag="report"):
-    """Where a node is. Its agent sends one with each heartbeat, and one at once when anything but the step changes."""
+class Report(WorkerState, frozen=True, kw_only=True, tag="report"):
+    """State of a node. Its agent sends a report with each heartbeat, and at once when anything but the step changes."""
 
     node: Count
     boot: Count
-    "which start of its workers by the agent: a number that a store forgot may belong to another node by now"
+    "counts how often the agent has started its workers; tells nodes apart if the store has lost a number"
     seq: Count
-    "counts up; a report that arrives after a newer one is dropped"
+    "counts reports; a report that arrives after a newer one is dropped"
     term: Count
     edition: Count
     highest: Count = 0
-    "highest number of a generation that the node was ever told of: the store may have lost it since"
+    "highest generation that any order has named to the node; the store may have lost that number"
     stopped_s: Finite = 0.0
-    "for how long a worker's process has been stopped (SIGSTOP)"
+    "seconds for which a worker's process has been stopped (SIGSTOP)"
     mute_s: Finite = 0.0
-    "for how long a worker that runs has said nothing to its agent: its process comes to nothing, or hangs in one call"
+    "seconds for which a running worker has been silent towards its agent: its process is starved or hangs in one call"
 
 
 class Peer(Wire, frozen=True, array_like=True):
@@ -257,11 +259,11 @@ class Peer(Wire, frozen=True, array_like=True):
     slots: Slots
     "number of its workers"
     entry: Name
-    "where its workers listen, and the secret to say there; the same for as long as they live"
+    "where its workers listen, and the secret for connecting; both stay while the workers live"
 
 
 class Plan(Wire, frozen=True, kw_only=True):
-    """A generation to build. Its members: those of generation `base` except `without`, then `more`."""
+    """A generation to build. Its members are those of generation `base` except `without`, followed by `more`."""
 
     generation: Count
     replaces: Count
@@ -270,75 +272,75 @@ class Plan(Wire, frozen=True, kw_only=True):
     without: Annotated[tuple[Count, ...], MANY] = ()
     more: Annotated[tuple[Peer, ...], MANY] = ()
     check: Count = 0
-    "CRC-32 of all members' numbers in order; a node that counts another list refuses the plan"
+    "CRC-32 of all members' numbers in order; a node that computes another value refuses the plan"
     leave: bool = False
-    "this node will not be a member: it goes at the boundary, and needs no list"
+    "this node will not be a member: it leaves at the boundary and needs no member list"
     suspends: bool = False
-    "with `leave`: no node will be a member, so a checkpoint of the boundary's step is written first"
+    "with `leave`: no member remains, so a checkpoint of the boundary's step is written first"
     interrupt: bool = False
-    "give up generation `replaces` and all older ones first, then build the group"
+    "give up generation `replaces` and all older ones before building the group"
     timeout_s: Seconds = 0.0
     checkpoints: Annotated[tuple[Name, ...], MANY] = ()
-    "usable ones, newest first, to be loaded if no member has the state"
+    "usable checkpoints, newest first, to be loaded if no member has the state"
     outcome: Outcome | None = None
-    "known to a member that has failed since; who still waits for that exchange takes the answer"
+    "exchange that a failed member had completed; members that still wait for the exchange adopt its answer"
 
 
 class End(Wire, frozen=True, kw_only=True):
-    """End the workers, and say so when their processes are gone."""
+    """End the workers, and report when their processes have ended."""
 
     code: Code
     reason: Prose
     kill: bool = False
-    "at once"
+    "without a grace period"
     stack: bool = False
-    "have them write their stacks to the log first"
+    "have the workers write their stacks to the log first"
 
 
 class Order(Wire, frozen=True, kw_only=True, tag="order"):
-    """Where a node has to be. The newest (term, edition) counts; the agent hands it to its workers as it is."""
+    """State that a node must reach. The newest (term, edition) counts. The agent hands it to its workers unchanged."""
 
     node: Count
-    "an agent may have started its workers anew, as another node, since this was sent"
+    "the agent drops the order if its workers have been restarted, as another node, since it was sent"
     term: Count
     edition: Count
     committed: Count = 0
-    "newest durable generation: if the plan is for it, go over to it"
+    "newest committed generation; if the plan is for it, switch to it"
     broken: Count = 0
-    "give up this generation and all older ones"
+    "newest generation to give up, with all older ones"
     plan: Plan | None = None
-    "None: drop every group that was built for a generation that is not committed"
+    "None: drop every group of a generation that is not committed"
     state_since: Count = 0
-    """What the node holds when it enters the plan's generation counts if it has computed in this generation or a later
-    one. Otherwise it drops its state first: it is new, it was away, or all go back to a checkpoint."""
+    """The node's state counts if it has computed in this generation or a later one. Otherwise the node drops its state
+    before it enters the plan's generation: it is new, it was cut off, or the run goes back to a checkpoint."""
     accepted: bool = False
-    "the contract was"
+    "the head has accepted the contract"
     is_main: bool = False
-    "the node's first worker is the main one of the run: its output is shown"
+    "the node's first worker is the main worker of the run, whose output is shown"
     noted: Name = ""
-    "path of this node's newest checkpoint that is on record"
+    "path of this node's newest recorded checkpoint"
     unsaved: tuple[Count, Count] = (0, 0)
     "(generation, step) of the last checkpoint of the run that could not be written"
     finish: Finish | None = None
-    "others' scripts have ended: a worker that waits for them in vain ends, too"
+    "set once a member's script has ended; a worker that waits for ended members ends, too"
     end: End | None = None
 
 
 class Gather(Wire, frozen=True, kw_only=True, tag="gather"):
-    """One node's part of what all participants of a generation must know of each other."""
+    """One node's part of a gather among all participants of a generation."""
 
     node: Count
     generation: Count
     key: Name
     part: Blob
-    "empty: no part, but the question which nodes have not given theirs; answered at once"
+    "empty: no part, but the question which nodes' parts are missing; answered at once"
 
 
 class Gathered(Wire, frozen=True, kw_only=True, tag="gathered"):
-    """All parts in the order of ranks, sent once to all when the last part has come; or the answer to a question."""
+    """All parts in the order of ranks, sent to all nodes when the last part has come; or the answer to a question."""
 
     generation: Count
     key: Name
     parts: Annotated[tuple[Blob, ...], MANY] = ()
     missing: Annotated[tuple[Count, ...], MANY] = ()
-    "the answer to a question, while parts are missing: nodes that have not given theirs. Then there are no `parts`"
+    "answer to a question: nodes whose parts are missing. `parts` is empty then"

@@ -1,4 +1,4 @@
-"""Actions of the table `tables.RUN`: how a generation is begun, given up, committed and completed; the run's end."""
+"""Actions of the table `tables.RUN`: propose a generation, give it up, commit it, complete it."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from fallow.model import ChangeKind, Exit, GenerationReport, RunStatus
 from fallow.text import counted
 
 ATTEMPTS = 3
-"""Generations in which the same step may come to nothing."""
-KEPT = 50
-"""Generations whose first step is remembered."""
+"""Number of consecutive generations in which the same step may fail."""
+MAX_FIRST_STEPS = 50
+"""Number of generations whose first step is remembered."""
 
 _STUCK = (
     "step {step}: in {times} generations one after the other all members have waited for each other, for {s:.0f} s in "
@@ -27,7 +27,7 @@ _STUCK = (
     "interfaces count as lost, and at the script for locks, files and process groups of its own"
 )
 
-# -- begin ------------------------------------------------------------------------------------------------------------
+# -- propose ----------------------------------------------------------------------------------------------------------
 
 
 def prepare(m: State) -> None:
@@ -37,21 +37,20 @@ def prepare(m: State) -> None:
 
 
 def probe(m: State) -> None:
-    """Build a group beside the members' own, to see whether they reach each other."""
+    """Have members build a spare group, to test whether they reach each other."""
     reason = f"all members wait for each other, for {m.watch.all_wait_s():.1f} s now"
     m.outbox.log("probe", f"generation {m.roster.root.highest + 1} looks at the links: {reason}")
     _begin(m, Proposal(ChangeKind.EJECT, m.roster.members, [], reason), probe=True)
 
 
 def rebuild_group(m: State) -> None:
-    """A group broke, and nobody is gone: rebuild it as it was.
+    """Rebuild a group that broke although no node has ended.
 
-    Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
-    `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
-    come back with new processes. If that does not help, its host is barred, as after other failures.
+    If collectives always fail on one node, every group breaks there first. So a node on which `ATTEMPTS` consecutive
+    groups broke first, at the same step of that node, is ejected, and the other members continue. The node may come
+    back with new processes. If that does not help, its host is barred, as after other failures.
 
-    Where scripts are restarted, it is a script that failed: those who restart it count how often
-    (`core.training.restarts`).
+    In restart mode a broken group means a failed script, and `core.training.restarts` counts the failures.
     """
     r, broken = m.roster, m.trouble.group
     assert broken is not None
@@ -71,7 +70,7 @@ def rebuild_first_exchange(m: State) -> None:
 
 
 def rebuild_stuck(m: State) -> None:
-    """All members wait for each other to no end: rebuild their group, or end the run if that has not helped."""
+    """Rebuild the group of members that all wait for each other without end; end the run if that has not helped."""
     r, waited_s, front = m.roster, m.watch.all_wait_s(), m.roster.front
     reports = [m.watch.reports[n] for n in r.present() if n in m.watch.reports]
     in_call = [report.node for report in reports if report.in_call]
@@ -87,18 +86,20 @@ def rebuild_stuck(m: State) -> None:
 
 
 def rebuild(m: State, reason: str = "") -> None:
-    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it.
+    """Propose a generation of the survivors of a broken one, or suspend the run if there are none.
 
     Args:
-        m: its state.
-        reason: why, where no member is lost and no ballot is spoiled.
+        m: state of the run.
+        reason: why the generation broke, if no member is lost and no ballot is spoiled.
     """
-    r, root, lost = m.roster, m.roster.root, m.trouble.lost
-    by_reason = {why: [n for n in lost if lost[n] == why and n in r.nodes] for why in lost.values()}
-    gone = "; ".join(f"{r.names(nodes)} is gone: {why}" for why, nodes in by_reason.items())
-    reason = gone or reason or (m.ballot.spoiled if m.ballot is not None else "")
+    r, root, losses_by_node = m.roster, m.roster.root, m.trouble.lost_members
+    by_reason = {
+        why: [n for n in losses_by_node if losses_by_node[n] == why and n in r.nodes] for why in losses_by_node.values()
+    }
+    loss_text = "; ".join(f"{r.names(nodes)} is gone: {why}" for why, nodes in by_reason.items())
+    reason = loss_text or reason or (m.ballot.spoiled if m.ballot is not None else "")
     if m.ballot is not None and m.ballot.change.interrupt:
-        reason = f"{m.ballot.change.reason}; {reason}"  # it never became complete, so nothing else would say why
+        reason = f"{m.ballot.change.reason}; {reason}"  # no other log entry has its reason
     elif root.rollback_below:
         reason = f"{r.rolled_back}; {reason}"
     for n in filter(r.alive, r.leavers if root.entered else []):
@@ -114,24 +115,24 @@ def rebuild(m: State, reason: str = "") -> None:
 
 
 def _suspend(m: State, leavers: list[int], reason: str) -> None:
-    """Nobody is left to go on."""
+    """Suspend the run, or end it if its last member failed. No member is left that could continue."""
     r, root, code = m.roster, m.roster.root, m.trouble.code
     m.tell(m.participants())
     m.ballot = m.trouble.group = m.trouble.code = None
-    m.trouble.lost.clear()
+    m.trouble.lost_members.clear()
     root.change = root.change if root.old_may_step else None
-    for n in leavers:  # they were to leave before they had the state
+    for n in leavers:  # these nodes were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
     if code not in (None, Exit.TEMPFAIL):
         how = "" if code else "the script left the training loop on every member: "
         losses.end_run(m, RunStatus.FAILED, how + reason)
     else:
         root.status = RunStatus.SUSPENDED
-        m.outbox.log("lost", f"no member is there ({reason}); the run goes on from {_kept(m)}")
+        m.outbox.log("lost", f"no member is there ({reason}); the run goes on from {_resume_point(m)}")
 
 
 def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool = False) -> None:
-    """Give the generation its number, which is stored before anybody hears of it, and ask for votes."""
+    """Number the generation and ask for votes. The number is stored before any node learns of it."""
     r, root, timing = m.roster, m.roster.root, m.timing
     m.tell(m.participants())
     root.highest += 1
@@ -149,19 +150,19 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     )
     wait_s = min(timing.prepare_s, timing.rebuild_s) if interrupt or probe else timing.prepare_s
     now = m.watch.now
-    # Of a broken generation nobody waits for those who leave it.
+    # Nodes that leave a broken generation need not vote.
     awaited = set(members) if interrupt else {*members, *proposal.leavers}
     m.ballot = Ballot(change, members, *_plans(m, change, members, wait_s), now, now + wait_s, awaited)
-    m.trouble.lost.clear()
+    m.trouble.lost_members.clear()
     m.trouble.group = m.trouble.code = None
     m.tell(m.participants())
 
 
 def _plans(m: State, change: Change, members: list[int], wait_s: float) -> tuple[Plan, Plan]:
-    """The whole list, and a delta for members of the generation before."""
+    """Return the plan with the full member list, and as a difference for members of the previous generation."""
     r, root, chosen = m.roster, m.roster.root, set(members)
     peers = {n: Peer(n, r.nodes[n].slots, r.nodes[n].entry) for n in members}
-    whole = Plan(
+    full = Plan(
         generation=change.generation,
         replaces=change.replaces,
         more=tuple(peers.values()),
@@ -172,19 +173,19 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> tuple
         outcome=root.outcome,
     )
     old = dict.fromkeys(r.members)
-    delta, more = whole, tuple(peer for n, peer in peers.items() if n not in old)
+    delta, more = full, tuple(peer for n, peer in peers.items() if n not in old)
     follows = root.generation and not m.trouble.lists_differ
     if follows and [n for n in old if n in chosen] + [peer.node for peer in more] == members:
         without = tuple(n for n in old if n not in chosen)
-        delta = msgspec.structs.replace(whole, base=root.generation, without=without, more=more)
-    return whole, delta
+        delta = msgspec.structs.replace(full, base=root.generation, without=without, more=more)
+    return full, delta
 
 
 # -- give up ----------------------------------------------------------------------------------------------------------
 
 
 def burn(m: State, reason: str = "", patience_s: float | None = None) -> None:
-    """Give up a generation that is not committed. Its number is never used again; the old generation trains on."""
+    """Give up a generation that is not committed. Its number is never used again; the old generation keeps training."""
     ballot = m.open_ballot
     m.outbox.log("abort", f"generation {ballot.change.generation}: {reason or ballot.spoiled}")
     m.trouble.retry_at = m.watch.now + (ballot.patience_s if patience_s is None else patience_s)
@@ -193,11 +194,11 @@ def burn(m: State, reason: str = "", patience_s: float | None = None) -> None:
 
 
 def burn_late(m: State) -> None:
-    """Planned: newcomers that did not vote are given up, members train on."""
-    late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
-    burn(m, f"no vote from {m.roster.names(node.id for node in late)}", m.timing.retry_s)
-    newcomers = [node for node in late if not node.seat and node.alive]
-    losses.eject(m, *(_late(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)))
+    """Give up a planned change, and newcomers that did not vote. Members keep training."""
+    late_nodes = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
+    burn(m, f"no vote from {m.roster.names(node.id for node in late_nodes)}", m.timing.retry_s)
+    newcomers = [node for node in late_nodes if not node.seat and node.alive]
+    losses.eject(m, *(_no_vote(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)))
 
 
 def burn_reachable(m: State) -> None:
@@ -210,41 +211,41 @@ def await_deserter(m: State) -> None:
 
 
 def drop_newcomers(m: State) -> None:
-    """Planned: members that do not reach each other stay, because their own generation may work all the same."""
+    """Give up a planned change, and newcomers with cut links. Members stay: their own generation may still work."""
     ballot = m.open_ballot
     newcomers = frozenset(ballot.change.joined)
     dropped = [n for n in _cut_off(m, ballot, last=newcomers) if n in newcomers]
     named = [
-        f"{member_name(n)} does not reach {m.roster.names(said.unreachable)}"
-        for n, said in sorted(ballot.refusals.items())
+        f"{member_name(n)} does not reach {m.roster.names(refusal.unreachable)}"
+        for n, refusal in sorted(ballot.refusals.items())
     ]
     burn(m, "; ".join(named), 0.0 if dropped else m.timing.prepare_s)
     _give_up(m, dropped, ballot)
 
 
 def drop_cut_off(m: State) -> None:
-    """The others wait: the smallest set of nodes that explains the refusals goes, and the rest goes on."""
+    """Eject the smallest set of nodes that explains the refusals, and rebuild with the other nodes."""
     ballot = m.open_ballot
     _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
     rebuild(m, "links are cut")
 
 
 def eject_late(m: State) -> None:
-    """The others wait: nodes that did not vote are given up."""
-    late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
-    losses.eject(m, *(_late(m, node) for node in late if node.alive))
+    """Eject nodes that did not vote, and rebuild with the other nodes, which wait."""
+    late_nodes = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
+    losses.eject(m, *(_no_vote(m, node) for node in late_nodes if node.alive))
     if not m.roster.root.status.ended:
         rebuild(m, "votes are missing")
 
 
-def _late(m: State, node: Node) -> Overdue:
-    """Against a node that does not hear its orders, or is not heard itself, only silence speaks."""
+def _no_vote(m: State, node: Node) -> Overdue:
+    """If the node misses its orders, or is not heard itself, silence is the only evidence against it."""
     hears = m.outbox.has_heard(node.id, m.watch.reports.get(node.id))
     return Overdue(node, "did not vote in time", unheard=not hears or m.watch.unheard_s(node.id) > DEAF_S)
 
 
 def _cut_off(m: State, ballot: Ballot, last: frozenset[int]) -> list[int]:
-    """Who has to go so that those left reach each other. Of equals the youngest goes, `last` before others."""
+    """Return nodes to drop so that the remaining ones reach each other. Of equals the youngest goes, `last` first."""
     accusations = {n: refusal.unreachable for n, refusal in ballot.refusals.items()}
     by_age = [*sorted(n for n in ballot.members if n not in last), *sorted(last)]
     return to_drop(accusations, by_age, [n for n in ballot.members if m.has_state(n)])
@@ -258,9 +259,9 @@ def _give_up(m: State, nodes: list[int], ballot: Ballot) -> None:
     }
     for n in nodes:
         accusers = [a for a, refusal in ballot.refusals.items() if n in refusal.unreachable]
-        others = accusers or list(ballot.refusals[n].unreachable)
+        far_nodes = accusers or list(ballot.refusals[n].unreachable)
         far_ends = []
-        for other in others:
+        for other in far_nodes:
             address = tried.get((other, n)) or tried.get((n, other)) or m.roster.nodes[other].entry
             far_ends.append(f"{m.roster.name(other)}, tried {address}")
         reason = f"no connection between it and {'; '.join(far_ends)}"
@@ -271,36 +272,36 @@ def _give_up(m: State, nodes: list[int], ballot: Ballot) -> None:
 
 
 def commit(m: State) -> None:
-    """The generation is the run's from now on. It is stored before anybody hears of it."""
+    """Make the generation the committed one. The commit is stored before any node learns of it."""
     r, root, ballot = m.roster, m.roster.root, m.open_ballot
     change, chosen = ballot.change, set(ballot.members)
-    gone = [n for n in r.members if n not in chosen]
+    former = [n for n in r.members if n not in chosen]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
     root.generation, root.change = change.generation, change
-    lost = [r.nodes[n] for n in {*r.members, root.first_before} if n in r.nodes and not r.alive(n)]
+    lost_nodes = [r.nodes[n] for n in {*r.members, root.first_before} if n in r.nodes and not r.alive(n)]
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
     r.seat(ballot.members, change.joined)
     m.watch.committed_at, m.trouble.lists_differ = m.watch.now, False
     ballot.awaited = set(ballot.members)
     m.tell(ballot.participants)
-    for node in [r.nodes[n] for n in gone if r.alive(n) and n not in change.leavers]:
+    for node in [r.nodes[n] for n in former if r.alive(n) and n not in change.leavers]:
         m.tell([node.id])
-        if node.leaving:  # it was asked while others went on without it
+        if node.leaving:  # the node was asked to leave while the others continued without it
             losses.dismiss(m, node, Exit.OK, node.leaving)
-    for node in lost:
+    for node in lost_nodes:
         losses.forget_if_unneeded(m, node)
 
 
 def complete(m: State) -> None:
-    """All members have gone over, all leavers have left."""
+    """Record a change as complete: all members have switched, and all leavers have left."""
     r, root, change = m.roster, m.roster.root, m.open_ballot.change
     m.ballot = None
     root.change, root.old_may_step = None, False
     root.discarded += change.discarded
-    # Generations in between may never have become complete: what they changed is told with this one.
+    # Earlier generations may never have become complete. This entry includes their changes.
     before, r.history.members = r.history.members, list(r.members)
     r.mark("history")
-    if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
+    if not change.interrupt:  # after an interrupt, newcomers may repeat a first exchange that did not end
         m.trouble.probe_s = m.timing.probe_s
     old, new = set(before), set(r.members)
     pause = f", pause {change.pause_s:.3f} s" if change.pause_s else ""
@@ -315,7 +316,7 @@ def complete(m: State) -> None:
         if change.generation > root.rollback_below:
             root.complete, root.rollback_below = change.generation, 0
         if change.first_step is not None:
-            r.history.first_steps = [*r.history.first_steps, (change.generation, change.first_step)][-KEPT:]
+            r.history.first_steps = [*r.history.first_steps, (change.generation, change.first_step)][-MAX_FIRST_STEPS:]
         data |= {"members": len(r.members), "first_step": change.first_step, "pause_s": change.pause_s}
         m.outbox.log(change.kind.value, text, **data)
         m.outbox.instructions.append(
@@ -330,20 +331,20 @@ def complete(m: State) -> None:
                 bytes_behind=change.bytes_behind,
                 reason=change.reason,
                 at=m.at,
-                # The head that began it may have had another clock.
+                # An earlier head, with another clock, may have begun the change.
                 took_s=max(0.0, m.at - change.began_at),
             )
         )
     else:
         root.status = RunStatus.SUSPENDED
-        m.outbox.log("suspend", f"{text}; the run goes on from {_kept(m)}", **data)
+        m.outbox.log("suspend", f"{text}; the run goes on from {_resume_point(m)}", **data)
     for n in change.leavers:
         if n in r.nodes:
             losses.forget_if_unneeded(m, r.nodes[n])
 
 
-def _kept(m: State) -> str:
-    """Where those begin who come when nobody is left."""
+def _resume_point(m: State) -> str:
+    """Say where nodes will resume that join a run without members."""
     if m.roster.restarts:
         return "what its script has saved"
     usable = m.roster.checkpoints.usable()

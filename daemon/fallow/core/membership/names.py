@@ -1,7 +1,7 @@
-"""What people call nodes and workers. Inside, nodes are numbered from 1, because 0 says that there is none.
+"""Names of nodes and workers for people.
 
-For people the first node to arrive is `n0`, as in the schedules of `fallow local`. The only worker of a node has its
-node's name; one of several is `n0.1`.
+The code numbers nodes from 1, and 0 stands for no node. People see the first node to arrive as `n0`, as in the
+schedules of `fallow local`. The only worker of a node has the node's name; one of several workers is `n0.1`.
 """
 
 import re
@@ -17,17 +17,17 @@ def member_name(number: int) -> str:
 
 
 def worker_name(number: int, slot: int, slots: int) -> str:
-    """Name of a worker; `slot`: its place among the node's `slots` workers, from 0."""
+    """Return the name of a worker. `slot` is its index among the node's `slots` workers, from 0."""
     return member_name(number) if slots == 1 else f"{member_name(number)}.{slot}"
 
 
 def member_number(name: str) -> int:
-    """The number of the member of that name.
+    """Return the number of the member with this name.
 
     Raises:
-        FallowError: it is no such name.
+        FallowError: `name` is not the name of a member.
     """
-    found = _NAME.match(name)
-    if found is None:
+    match = _NAME.match(name)
+    if match is None:
         raise FallowError(f"member {shown(name)}: members are called n0, n1 and so on; see fallow status", Exit.USAGE)
-    return int(found[1]) + 1
+    return int(match[1]) + 1

@@ -1,7 +1,7 @@
-"""What a head that comes back must know about a run, as values to store: a root, a record per node, three lists.
+"""Stored records from which a restarted head continues a run: a root, a record per node, three lists.
 
-Each record is stored under a key of its own (`core.records`). A turn writes the root and the records that it changed,
-in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
+Each record has its own key (`core.records`). A turn writes the root and the records that it changed, in one
+compare-and-set on the root. When one of a thousand nodes joins, three records are written.
 """
 
 from enum import StrEnum
@@ -18,36 +18,36 @@ class Node(msgspec.Struct, kw_only=True):
     "number by arrival, never used again: the youngest node has the highest"
     host: str
     token: str
-    "of the allocation"
+    "token of its allocation"
     boot: int
-    "which start of its workers by that agent"
+    "counts how often its agent has started its workers"
     slots: int
     "number of its workers"
     entry: str
-    "where they listen, see `messages.Peer`"
+    "where its workers listen, see `messages.Peer`"
     phase: MemberPhase = MemberPhase.STARTING
     seat: int = 0
-    "its place in the order of ranks; 0: none. A lost node keeps its seat until a generation without it is committed"
+    "position in the order of ranks; 0: none. A lost node keeps its seat until a generation without it is committed"
     joined: int = 0
-    "generation in which it got its seat"
+    "generation in which the node got its seat"
     accepted: bool = False
-    "its contract was"
+    "the head has accepted its contract"
     step: int = 0
     ends_at: float | None = None
     leaving: str = ""
-    "why it was asked to leave"
+    "why the node was asked to leave; empty: it was not"
     ended: str = ""
-    "why it is gone or given up"
+    "why the node ended or was given up; empty: it is alive"
     code: int | None = None
     traceback: str = ""
     proved_gone: bool = False
-    "none of its workers will ever finish a step again"
+    "certain to finish no more step"
     exited: bool = False
-    "its agent or Slurm says that its processes have ended"
+    "its agent or Slurm reports that its processes have ended"
     finished: bool = False
     deserted: bool = False
     noted: str = ""
-    "path of its newest checkpoint on record"
+    "path of its newest recorded checkpoint"
     healed: int = 0
     unrecorded: int | None = None
     "see `messages.Report`"
@@ -58,20 +58,20 @@ class Node(msgspec.Struct, kw_only=True):
 
 
 class Change(msgspec.Struct, kw_only=True):
-    """A change of the membership. It is stored once it is committed. Before, only its number is, in `Root.highest`."""
+    """A change of the membership. Stored once committed; before, only its number is stored, in `Root.highest`."""
 
     generation: int
     replaces: int
     kind: ChangeKind
     leavers: list[int]
-    "nodes that are asked to go at the boundary"
+    "nodes that leave at the boundary"
     joined: list[int]
     reason: str
     began_at: float
     interrupt: bool = False
-    "the generation before is broken"
+    "the previous generation is broken"
     probe: bool = False
-    "only a look at the links; never committed"
+    "only tests the links; never committed"
     first_step: int | None = None
     pause_s: float = 0.0
     parts: Parts = Parts()
@@ -84,36 +84,36 @@ class Root(msgspec.Struct, kw_only=True):
     run: str
     minimum: int
     maximum: int
-    "of nodes, as the user asked"
+    "least and most nodes, as the user asked"
     limit: int
-    "most nodes now"
+    "most nodes at present"
     scripted: bool = False
-    "nodes come and go by a schedule alone (`fallow local`): no standby takes a lost node's place"
+    "only a schedule changes the membership (`fallow local`): no standby replaces a lost node"
     status: RunStatus = RunStatus.WAITING
     generation: int = 0
-    "the committed one"
+    "newest committed generation; 0: none"
     highest: int = 0
-    "highest number that was ever proposed or heard of; never used again"
+    "highest generation number ever proposed or reported; never used again"
     complete: int = 0
-    "newest generation of which all members are known to have had the state"
+    "newest generation whose members are all known to have had the state"
     recovered: int = 0
-    "newest generation that the store had lost: what a node holds that did not compute in it is too old"
+    "newest generation that the store had lost; the state of a node that did not compute in it is too old"
     old_may_step: bool = False
-    "members of the generation before may still finish steps in it: nobody is known to have passed the boundary"
+    "the previous generation may still finish steps: no member is known to have passed the boundary"
     entered: bool = False
-    "a member is known to compute in the committed generation: whoever is not out of the one before is left behind"
+    "a member is known to compute in the committed generation, so the previous one is over"
     change: Change | None = None
-    "committed, and not all members have gone over"
+    "the committed change, as long as not all members have switched"
     next_id: int = 1
     next_seat: int = 1
     contract: Contract | None = None
     rollback_below: int = 0
-    "a rollback is wanted: the first generation above this one drops the members' state. 0: none is"
+    "the first generation above this number drops the members' state, for a rollback; 0: no rollback"
     front: int = 0
-    "finished steps of nodes that are forgotten"
+    "most finished steps of any node whose record was deleted"
     discarded: int = 0
     first: int = 0
-    "first member of the committed generation: its first worker has rank 0"
+    "first member of the committed generation, whose first worker has rank 0"
     first_before: int = 0
     main: int = 0
     "first member of the generation in which the training ended"
@@ -122,37 +122,38 @@ class Root(msgspec.Struct, kw_only=True):
     "see `messages.Plan`"
     unsaved: tuple[int, int] = (0, 0)
     unsaved_reason: str = ""
-    "the last checkpoint could not be written; empty: it could"
+    "why the last checkpoint could not be written; empty: it was"
     unrecorded: dict[int, int] = {}
-    "nodes that are forgotten -> the step from which on their ledgers lack records"
+    "node whose record was deleted -> first step that is missing in its ledger"
     diverged: str = ""
-    "members' final states differ, in words"
+    "how members' final states differ; empty: they do not"
     start_failures: int = 0
-    "nodes in a row that ended before they were ready"
+    "number of consecutive nodes that ended before they were ready"
     message: str = ""
     traceback: str = ""
 
 
 class History(msgspec.Struct, kw_only=True):
     members: list[int] = []
-    "of the newest generation that became complete, in rank order"
+    "members of the newest complete generation, in rank order"
     first_steps: list[tuple[int, int]] = []
-    "(generation, first step) of those that became complete, the newest"
+    "(generation, first step) of the newest complete generations"
     rollbacks: list[RollbackReport] = []
 
 
 class Saved(msgspec.Struct, kw_only=True):
-    """A checkpoint belongs to the history that led to it.
+    """A checkpoint, and whether the run may continue from it.
 
-    Once a later generation has begun before its step (a rollback, or all members were lost before the checkpoint was
-    known), it is set aside: going on from it would mix two histories.
+    A checkpoint belongs to the history that led to it. Once a later generation has begun before its step (a rollback,
+    or the loss of all members before the checkpoint was known), continuing from it would mix two histories. Then the
+    checkpoint is set aside.
     """
 
     checkpoint: Checkpoint
     problem: str = ""
-    "it is damaged, in words"
+    "how it is damaged; empty: it is not"
     aside: bool = False
-    "the run went on from an earlier step since"
+    "the run has continued from an earlier step since"
 
     @property
     def usable(self) -> bool:
@@ -161,21 +162,21 @@ class Saved(msgspec.Struct, kw_only=True):
 
 class Checkpoints(msgspec.Struct, kw_only=True):
     saved: list[Saved] = []
-    "in the order in which they became known"
+    "checkpoints in the order in which they became known"
 
     def usable(self) -> list[Checkpoint]:
-        """Newest step first."""
+        """Return usable checkpoints, newest step first."""
         good = [saved.checkpoint for saved in self.saved if saved.usable]
         return sorted(good, key=lambda checkpoint: checkpoint.step, reverse=True)
 
     def take_spare(self, keep: int) -> list[str]:
-        """Take out what is not needed any more, and return the paths. Call it only while a node has the state.
+        """Remove checkpoints that are no longer needed, and return their paths. Call only while a node has the state.
 
         Args:
-            keep: so many of the newest usable ones stay, besides those that were asked for by hand. One that was set
-                aside or is damaged stays until so many usable ones have come after it.
+            keep: number of newest usable checkpoints to keep, besides those that a person requested. A checkpoint
+                that is damaged or set aside stays until so many usable ones have followed it.
         """
-        ordinary = [saved for saved in self.saved if not saved.checkpoint.asked]
+        ordinary = [saved for saved in self.saved if not saved.checkpoint.by_hand]
         good = sorted((saved for saved in ordinary if saved.usable), key=lambda saved: saved.checkpoint.step)
         spare = good[: max(0, len(good) - keep)]
         for number, saved in enumerate(self.saved):
@@ -188,9 +189,9 @@ class Checkpoints(msgspec.Struct, kw_only=True):
 
 class FailureKind(StrEnum):
     EXCEPTION = "exception"
-    "the script raised, or ended with an exit code"
+    "the script raised, or ended with a nonzero exit code"
     CRASH = "crash"
-    "a process was ended by a fault of its own (SIGSEGV and the like)"
+    "a signal that the process caused itself ended it (SIGSEGV and the like)"
     HANG = "hang"
     UNREACHABLE = "unreachable"
     "cut off from other members"
@@ -211,7 +212,7 @@ class HostBar(msgspec.Struct, kw_only=True):
     times: int = 0
     until: float = 0.0
     reason: str = ""
-    "empty: the bar is over, and counts if there is another"
+    "empty: the bar is over; it still lengthens the next bar"
 
 
 class Failures(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The records of one run, which of them were changed, and views of them. The machine alone changes it."""
+"""Records of one run, the set of changed records, and views of them. Only the machine changes records."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
@@ -11,14 +11,14 @@ from fallow.model import MemberPhase
 
 NODE_KEY = "node/"
 MOST_NAMED = 8
-"""Nodes that one text names; texts are stored and sent as they are."""
+"""Most nodes that one text names, because texts are stored and sent."""
 
 
 class Roster:
     """Membership of one run.
 
     Args:
-        root: of a run that begins, or of one that is loaded.
+        root: root record, new or loaded.
     """
 
     def __init__(self, root: Root) -> None:
@@ -26,7 +26,7 @@ class Roster:
         self.nodes: dict[int, Node] = {}
         self.history, self.checkpoints, self.failures = History(), Checkpoints(), Failures()
         self.unwritten: set[str] = {"root"}
-        "keys of records that were changed since they were written down"
+        "keys of records that have changed since they were written"
         self._members: list[int] | None = None
         self._by_place: dict[tuple[str, str], list[int]] = {}
 
@@ -37,7 +37,7 @@ class Roster:
         """Read a run's records.
 
         Raises:
-            Unreadable: naming the run and the record. Other runs are not concerned.
+            Unreadable: a record of this run cannot be decoded; the message names it.
         """
         key = "root"
         try:
@@ -57,7 +57,7 @@ class Roster:
         return roster
 
     def take_writes(self) -> dict[str, bytes | None]:
-        """Records that were changed since the last call, the root among them; None: deleted."""
+        """Return key -> record for all records that changed since the last call, the root included; None: deleted."""
         if not self.unwritten:
             return {}
         writes: dict[str, bytes | None] = {}
@@ -71,12 +71,12 @@ class Roster:
         return writes
 
     def touch(self, node: Node) -> Node:
-        """The node's record is about to be changed."""
+        """Mark the node's record as changed, and return the node."""
         self.unwritten.add(f"{NODE_KEY}{node.id}")
         return node
 
     def mark(self, key: str) -> None:
-        """A record is about to be changed: root, history, checkpoints or failures."""
+        """Mark a record as changed: root, history, checkpoints or failures."""
         self.unwritten.add(key)
 
     def add(self, node: Node) -> None:
@@ -85,9 +85,9 @@ class Roster:
 
     def forget(self, node: Node) -> None:
         del self.nodes[self.touch(node).id]
-        here = self._by_place[node.host, node.token]
-        here.remove(node.id)
-        if not here:
+        numbers = self._by_place[node.host, node.token]
+        numbers.remove(node.id)
+        if not numbers:
             del self._by_place[node.host, node.token]
         self.root.front = max(self.root.front, node.step)
         if node.unrecorded is not None:
@@ -97,7 +97,7 @@ class Roster:
 
     @property
     def members(self) -> list[int]:
-        """Nodes with a seat in the committed generation, in rank order, those that were lost since among them."""
+        """Nodes with a seat in the committed generation, in rank order, lost ones included."""
         if self._members is None:
             seated = [node for node in self.nodes.values() if node.seat]
             self._members = [node.id for node in sorted(seated, key=lambda node: node.seat)]
@@ -110,26 +110,26 @@ class Roster:
 
     @property
     def restarts(self) -> bool:
-        """The script knows nothing of Fallow: each change of the membership restarts it."""
+        """Restart mode: each change of the membership restarts the script."""
         return self.root.contract is not None and self.root.contract.restarts
 
     @property
     def rolled_back(self) -> str:
-        """Why a generation begins whose members drop what they have."""
+        """Reason of a generation whose members drop their state."""
         return f"rolled back to step {self.history.rollbacks[-1].to_step}"
 
     @property
     def front(self) -> int:
-        """Finished steps of the node that got furthest."""
+        """Most finished steps of any node."""
         return max([self.root.front, *(node.step for node in self.nodes.values())])
 
     @property
     def leavers(self) -> list[int]:
-        """Nodes that are leaving the generation before the committed one."""
+        """Nodes that leave with the committed change, as long as it is not complete."""
         return self.root.change.leavers if self.root.change is not None else []
 
     def inside(self) -> list[int]:
-        """Nodes with a seat in the committed generation, and those that are leaving the one before."""
+        """Nodes with a seat in the committed generation, and nodes that are leaving the previous one."""
         return self.members + self.leavers
 
     def is_inside(self, node: Node) -> bool:
@@ -139,17 +139,17 @@ class Roster:
         return node in self.nodes and self.nodes[node].alive
 
     def present(self, *phases: MemberPhase) -> list[int]:
-        """Members in one of these phases, in rank order; by default all that are not lost."""
-        wanted = phases or (MemberPhase.MEMBER, MemberPhase.LEAVING)
-        return [n for n in self.members if self.nodes[n].phase in wanted]
+        """Return members in one of these phases, in rank order; by default all members that are not lost."""
+        chosen_phases = phases or (MemberPhase.MEMBER, MemberPhase.LEAVING)
+        return [n for n in self.members if self.nodes[n].phase in chosen_phases]
 
     def standbys(self) -> list[int]:
-        """Ready nodes, oldest first."""
+        """Return ready nodes, oldest first."""
         return sorted(n for n, node in self.nodes.items() if node.phase is MemberPhase.READY)
 
-    def fitting(self, taken: Iterable[int], candidates: Iterable[int]) -> list[int]:
-        """The first candidates that have a place beside `taken`: by the limit, and by the number of shards."""
-        members, contract = list(taken), self.root.contract
+    def fitting(self, occupants: Iterable[int], candidates: Iterable[int]) -> list[int]:
+        """Return the first candidates that fit beside `occupants`, by the node limit and the number of shards."""
+        members, contract = list(occupants), self.root.contract
         already, workers = len(members), sum(self.nodes[n].slots for n in members)
         for n in candidates:
             workers += self.nodes[n].slots
@@ -160,7 +160,7 @@ class Roster:
         return members[already:]
 
     def at_place(self, host: str, token: str) -> list[Node]:
-        """Nodes of one agent: its workers of now, and earlier ones."""
+        """Return nodes of one agent: for its present workers, and for earlier ones."""
         return [self.nodes[n] for n in self._by_place.get((host, token), ())]
 
     def name(self, node: int) -> str:
@@ -174,9 +174,9 @@ class Roster:
     # -- seats ------------------------------------------------------------------------------------------------------
 
     def seat(self, members: list[int], joined: Sequence[int]) -> None:
-        """Commit these members, in rank order, to the root's generation. Some of them have joined with it.
+        """Give seats in the committed generation to these members, in rank order; `joined` are the new ones.
 
-        A living member that loses its seat without having been asked to leave is a standby again.
+        A living member that loses its seat without having been asked to leave becomes a standby.
         """
         root, staying = self.root, set(members)
         for node in [self.nodes[n] for n in self.members if n not in staying]:
@@ -196,5 +196,5 @@ class Roster:
 
 
 def check_of(members: Iterable[int]) -> int:
-    """CRC-32 of a list of members, by which a node sees that it has counted the same list."""
+    """Return the CRC-32 of a member list, by which a node checks that it has the same list."""
     return crc32(b"".join(n.to_bytes(8, "big") for n in members))

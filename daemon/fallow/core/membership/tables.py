@@ -1,10 +1,10 @@
-"""The two tables that say what the machine does, and the conditions of their rows. Actions: `facts`, `moves`, `losses`.
+"""The two tables that hold all decisions, and the conditions of their rows. Actions are in `facts`, `moves`, `losses`.
 
-`NODE`: for each report, every row that counts in the node's phase and whose condition holds is carried out, in order.
-`RUN`: after each event, the first row of the run's phase whose condition holds is carried out, until none holds.
+`NODE`: for each report, the machine carries out every row of the node's phase whose condition holds, in order.
+`RUN`: after each event, it carries out the first row of the run's phase whose condition holds, until none holds.
 
-Rows of `NODE` note facts, rows of `RUN` look at how things stand. So it does not matter in which order facts come in,
-or how often. Conditions change nothing. The tables are at the end of this module.
+Rows of `NODE` note facts. Rows of `RUN` look at the resulting state, so the order and number of reports do not matter.
+Conditions change nothing. The tables are at the end of this module.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from fallow.model import MemberPhase
 
 
 class Fact(NamedTuple):
-    """What a node's report shows, in which phases of the node this counts, and what is done."""
+    """A row of `NODE`: what a report may show, in which phases of the node it counts, and the action."""
 
     name: str
     phases: frozenset[MemberPhase]
@@ -29,7 +29,7 @@ class Fact(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """In a phase of the run: what holds, and what is done."""
+    """A row of `RUN`: a condition on the run, and the action."""
 
     name: str
     condition: Callable[[State], bool]
@@ -37,6 +37,14 @@ class Rule(NamedTuple):
 
 
 # -- conditions: a node's report --------------------------------------------------------------------------------------
+
+
+def has_failed(m: State, node: Node, report: Report) -> bool:
+    return report.fault is not None and not node.finished
+
+
+def has_left(m: State, node: Node, report: Report) -> bool:
+    return 0 < report.passed_boundary >= report.generation
 
 
 def refuses(m: State, node: Node, report: Report) -> bool:
@@ -47,7 +55,7 @@ def refuses(m: State, node: Node, report: Report) -> bool:
 
 
 def votes(m: State, node: Node, report: Report) -> bool:
-    """Its group stands, and it has given up what the plan interrupts. A newcomer must not compute in any generation."""
+    """The new group is built, and the node has given up what the plan interrupts. A newcomer must not compute yet."""
     ballot = m.voting
     if ballot is None or report.prepared != ballot.change.generation or node.id not in ballot.awaited:
         return False
@@ -64,7 +72,7 @@ def has_arrived(m: State, node: Node, report: Report) -> bool:
 
 
 def has_lost_its_group(m: State, node: Node, report: Report) -> bool:
-    """Of a generation in which somebody still has to compute, and that the head itself has not broken."""
+    """The node's group broke in a generation that is still in use and that the head itself has not given up."""
     root = m.roster.root
     if m.voting is not None and m.voting.change.interrupt:
         return False
@@ -78,18 +86,18 @@ def has_lost_its_group(m: State, node: Node, report: Report) -> bool:
 
 
 def group_broke(m: State) -> bool:
-    """A group broke, and no news of a death came to explain it."""
+    """A group broke, and no end of a node has explained the break in time."""
     group = m.trouble.group
     return group is not None and m.watch.now >= group.rebuild_at
 
 
 def is_broken(m: State) -> bool:
-    """The members' generation was given up when none of them was left."""
+    """The committed generation was given up when it had no member left, and members are heard again."""
     return 0 < m.roster.root.generation <= m.trouble.broken and bool(m.roster.present())
 
 
 def is_explained(m: State) -> bool:
-    """Enough refusals are in to say who does not reach whom."""
+    """Enough refusals have come to know which nodes do not reach each other."""
     ballot = m.open_ballot
     if ballot.refused_at is None:
         return False
@@ -103,12 +111,12 @@ def is_unanimous(m: State) -> bool:
 
 
 def is_mixed(m: State) -> bool:
-    """Votes show that some survivors have the state and some have not, which cannot be given to them inside a step."""
+    """Some survivors have the state and some do not. The state cannot be handed over inside a step."""
     return is_unanimous(m) and not m.roster.restarts and len({m.has_state(n) for n in m.open_ballot.members}) > 1
 
 
 def may_commit(m: State) -> bool:
-    """All have voted, and whatever was before is over for certain. This is the safety rule, see `machine`."""
+    """All have voted, and every generation before is certainly over. This is the safety rule, see `machine`."""
     if not is_unanimous(m):
         return False
     ballot = m.open_ballot
@@ -120,32 +128,34 @@ def may_commit(m: State) -> bool:
         before = [n for n in members if m.roster.nodes[n].joined < root.generation]
         may_step[root.change.replaces] = before + root.change.leavers
     # A step takes all members of its generation.
-    return all(any(n in voters or _has_ended(m, n, g) for n in needed) for g, needed in may_step.items())
+    return all(
+        any(n in voters or _has_ended(m, n, g) for n in members_needed) for g, members_needed in may_step.items()
+    )
 
 
 def _has_ended(m: State, node: int, generation: int) -> bool:
-    """The node will never finish a step of this generation again: its end is proved, or it has given it up."""
-    known, report = m.roster.nodes.get(node), m.watch.reports.get(node)
-    return known is None or known.proved_gone or (report is not None and report.given_up >= generation)
+    """The node will finish no more step of this generation: its end is proved, or it has given the generation up."""
+    record, report = m.roster.nodes.get(node), m.watch.reports.get(node)
+    return record is None or record.proved_gone or (report is not None and report.given_up >= generation)
 
 
 def is_late(m: State) -> bool:
-    """Looked at with ticks only: before one, all that has come is read."""
+    """Votes are missing after the deadline. Only ticks check this: they come after all received reports."""
     ballot = m.open_ballot
     return m.is_tick and bool(ballot.awaited) and m.watch.is_past(ballot.deadline)
 
 
 def is_late_and_heard(m: State) -> bool:
-    """Votes are late, and not just because connections come back one by one, or because no member is heard at all."""
+    """Votes are late although connections had time to come back and at least one member is heard."""
     if not is_late(m):
         return False
     ballot = m.open_ballot
-    late = [n for n in ballot.awaited if m.roster.alive(n)]
-    if any(map(m.watch.may_reconnect, late)):
+    late_nodes = [n for n in ballot.awaited if m.roster.alive(n)]
+    if any(map(m.watch.may_reconnect, late_nodes)):
         return False
     members = [n for n in ballot.participants if m.roster.nodes[n].seat and m.roster.alive(n)]
     since_s = m.watch.now - ballot.began_at
-    return not members or any(n not in late or m.watch.unheard_s(n) < since_s for n in members)
+    return not members or any(n not in late_nodes or m.watch.unheard_s(n) < since_s for n in members)
 
 
 def all_wait(m: State) -> bool:
@@ -157,14 +167,14 @@ def all_wait_in_vain(m: State) -> bool:
 
 
 def change_is_due(m: State) -> bool:
-    """A planned change needs every vote, so none is begun while a participant is not heard."""
+    """A planned change is due. It needs every vote, so it does not begin while a participant is not heard."""
     if not m.may_be_due or m.watch.now < m.trouble.retry_at:
         return False
     proposal = planned(m)
     if proposal is None or put_off_s(m, proposal):
         return False
-    asked = [*proposal.members, *proposal.leavers]
-    return not any(m.watch.unheard_s(n) > m.timing.lease_s or m.watch.may_reconnect(n) for n in asked)
+    voters = [*proposal.members, *proposal.leavers]
+    return not any(m.watch.unheard_s(n) > m.timing.lease_s or m.watch.may_reconnect(n) for n in voters)
 
 
 def all_have_arrived(m: State) -> bool:
@@ -178,12 +188,12 @@ def main_is_lost(m: State) -> bool:
 
 
 def all_have_finished(m: State) -> bool:
-    """A newcomer without state is not awaited: the others never came to the boundary of its generation."""
+    """All members with the state have finished. Newcomers without it never reached their boundary."""
     r = m.roster
     if not all(r.nodes[n].finished for n in r.present() if m.has_state(n)):
         return False
     main = r.nodes.get(r.root.main)
-    # Its exit code is known when its processes are gone. A library may still upload what it has logged.
+    # The exit code is known when the processes have ended. A library may still be uploading its logs.
     return main is None or not main.alive or m.watch.over_s(main.id) > m.timing.progress_s
 
 
@@ -197,31 +207,31 @@ _VOTERS = _MEMBERS | {MemberPhase.READY}
 _SEATED, _LEAVERS = _MEMBERS | _SILENT, frozenset((MemberPhase.LEAVING, MemberPhase.SILENT))
 
 NODE: tuple[Fact, ...] = (
-    Fact("makes progress", _SEATED, lambda m, node, said: True, facts.note_progress),
-    Fact("is heard again", _SILENT, lambda m, node, said: m.outbox.has_heard(node.id, said), facts.take_back),
-    Fact("has a checkpoint", _ANY, lambda m, node, said: said.saved is not None, facts.note_saved),
-    Fact("could not save one", _ANY, lambda m, node, said: said.unsaved is not None, facts.note_unsaved),
-    Fact("could not load one", _ANY, lambda m, node, said: said.damaged is not None, facts.note_damaged),
-    Fact("has failed", _ALIVE, lambda m, node, said: said.fault is not None and not node.finished, facts.note_fault),
-    Fact("is ready", _STARTING, lambda m, node, said: said.ready is not None, facts.note_ready),
-    Fact("has deserted", _MEMBERS, lambda m, node, said: said.deserted and not node.finished, facts.note_deserted),
-    Fact("has finished", _SEATED, lambda m, node, said: said.finish is not None, facts.note_finished),
-    Fact("has left", _LEAVERS, lambda m, node, said: 0 < said.left >= said.generation, facts.note_left),
-    Fact("has left unasked", _MEMBER, lambda m, node, said: 0 < said.left >= said.generation, facts.note_left_alone),
+    Fact("makes progress", _SEATED, lambda m, node, report: True, facts.note_progress),
+    Fact("is heard again", _SILENT, lambda m, node, report: m.outbox.has_heard(node.id, report), facts.take_back),
+    Fact("has a checkpoint", _ANY, lambda m, node, report: report.saved is not None, facts.note_saved),
+    Fact("could not save one", _ANY, lambda m, node, report: report.unsaved is not None, facts.note_unsaved),
+    Fact("could not load one", _ANY, lambda m, node, report: report.damaged is not None, facts.note_damaged),
+    Fact("has failed", _ALIVE, has_failed, facts.note_fault),
+    Fact("is ready", _STARTING, lambda m, node, report: report.ready is not None, facts.note_ready),
+    Fact("has deserted", _MEMBERS, lambda m, node, report: report.deserted and not node.finished, facts.note_deserted),
+    Fact("has finished", _SEATED, lambda m, node, report: report.finish is not None, facts.note_finished),
+    Fact("has left", _LEAVERS, has_left, facts.note_left),
+    Fact("has left unasked", _MEMBER, has_left, facts.note_left_alone),
     Fact("refuses", _VOTERS, refuses, facts.note_refusal),
-    Fact("votes", _VOTERS, votes, lambda m, node, said: m.open_ballot.awaited.discard(node.id)),
+    Fact("votes", _VOTERS, votes, lambda m, node, report: m.open_ballot.awaited.discard(node.id)),
     Fact("has arrived", _MEMBERS, has_arrived, facts.note_arrival),
     Fact("has lost its group", _MEMBERS, has_lost_its_group, facts.note_broken_group),
-    Fact("missed an order", _ANY, lambda m, node, said: not m.outbox.has_heard(node.id, said), facts.resend),
+    Fact("missed an order", _ANY, lambda m, node, report: not m.outbox.has_heard(node.id, report), facts.resend),
 )
 
-_LOSS = Rule("a member is lost", lambda m: bool(m.trouble.lost), moves.rebuild)
+_LOSS = Rule("a member is lost", lambda m: bool(m.trouble.lost_members), moves.rebuild)
 _RETURN = Rule("its generation is broken", is_broken, partial(moves.rebuild, reason="members are heard again"))
 _BREAK = Rule("a group broke", group_broke, moves.rebuild_group)
 _IN_VAIN = Rule("all wait in vain", all_wait_in_vain, moves.rebuild_stuck)
 _WAIT = Rule("all wait", all_wait, moves.probe)
 _EXCHANGE = Rule("the first exchange does not end", all_wait, moves.rebuild_first_exchange)
-_DUE = Rule("a change is due", change_is_due, moves.prepare)
+_CHANGE_IS_DUE = Rule("a change is due", change_is_due, moves.prepare)
 _DESERTION = Rule("a generation is voted on", lambda m: m.voting is not None, moves.await_deserter)
 _BURNED = Rule("it is spoiled", lambda m: bool(m.open_ballot.spoiled), moves.burn)
 _SPOILED = _BURNED._replace(action=moves.rebuild)
@@ -231,7 +241,7 @@ _REACHED = Rule("all have voted", is_unanimous, moves.burn_reachable)
 _MIXED = Rule("not all have the state", is_mixed, partial(moves.rebuild, reason="some of its members lack the state"))
 _ELECTED = Rule("all have voted, and what was before is over", may_commit, moves.commit)
 _LATE_PLAN = Rule("votes are late", is_late, moves.burn_late)
-_LATE = Rule("votes are late", is_late_and_heard, moves.eject_late)
+_VOTES_ARE_LATE = Rule("votes are late", is_late_and_heard, moves.eject_late)
 _COMPLETE = Rule("all are there", all_have_arrived, moves.complete)
 _NO_MAIN = Rule("the main member is lost", main_is_lost, losses.end_without_main)
 _FINISHED = Rule("all have finished", all_have_finished, losses.end_well)
@@ -239,11 +249,11 @@ _FINISHED = Rule("all have finished", all_have_finished, losses.end_well)
 RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.LISTENING: (),
     RunPhase.DESERTED: (_DESERTION,),
-    RunPhase.EMPTY: (_LOSS, _DUE),
-    RunPhase.STEADY: (_LOSS, _RETURN, _BREAK, _IN_VAIN, _WAIT, _DUE),
+    RunPhase.EMPTY: (_LOSS, _CHANGE_IS_DUE),
+    RunPhase.STEADY: (_LOSS, _RETURN, _BREAK, _IN_VAIN, _WAIT, _CHANGE_IS_DUE),
     RunPhase.PREPARING: (_LOSS, _BREAK, _BURNED, _CUT_NEWCOMERS, _ELECTED, _LATE_PLAN),
-    RunPhase.PROBING: (_LOSS, _BREAK, _BURNED, _CUT, _REACHED, _LATE),
-    RunPhase.REBUILDING: (_LOSS, _SPOILED, _CUT, _BREAK, _MIXED, _ELECTED, _LATE),
+    RunPhase.PROBING: (_LOSS, _BREAK, _BURNED, _CUT, _REACHED, _VOTES_ARE_LATE),
+    RunPhase.REBUILDING: (_LOSS, _SPOILED, _CUT, _BREAK, _MIXED, _ELECTED, _VOTES_ARE_LATE),
     RunPhase.SWITCHING: (_LOSS, _RETURN, _BREAK, _COMPLETE, _IN_VAIN, _EXCHANGE),
     RunPhase.FINISHING: (_COMPLETE, _NO_MAIN, _FINISHED),
     RunPhase.ENDED: (),

@@ -1,15 +1,15 @@
-"""Who is heard and who makes progress. Nothing here is stored: a head that comes back learns it from the next reports.
+"""When nodes were last heard, and whether they make progress. Nothing is stored: a new head learns it from reports.
 
-Silence proves nothing, and a head must not take its own absence for the death of others. So
+Silence proves nothing, and a head must not mistake its own absence for the end of nodes. So
 
-- `now` is a clock of ticks: each adds the time since the last one, `LONGEST_TICK_S` at most, and nothing while nobody
-  has been heard for `DEAF_S`. A head that was stopped or cut off finds all leases and deadlines as they were;
-- a node is silent only in comparison with another one that was heard;
-- a step that others finish in its generation is a sign of life of a node, because a step needs all members;
+- `now` is a clock of ticks. Each tick adds the time since the last one, at most `LONGEST_TICK_S`, and nothing once no
+  node has been heard for `DEAF_S`. So leases and deadlines stand still while the head is stopped or cut off;
+- a node is silent only in comparison with another node that was heard;
+- a finished step is a sign of life of every member of its generation, because a step needs all members;
 - a silent member is given up only when a member that is heard waits for it;
 - after an absence of the head, connections have `reconnect_s` to come back.
 
-A worker that says nothing to its own agent, which is heard, is another matter: its process hangs.
+A worker that is silent while its agent is heard has hung.
 """
 
 import math
@@ -23,9 +23,9 @@ from fallow.model import Doing, MemberPhase
 
 LONGEST_TICK_S, DEAF_S = 1.0, 3.0
 ABSENCE_S = 5.0
-"""Connections outlive a shorter absence of the head."""
+"""Connections survive an absence of the head that is shorter than this."""
 GENERATIONS = 4
-"""Generations of which the newest step is remembered."""
+"""Number of generations whose newest step is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,51 +33,51 @@ class Timing:
     """Deadlines in seconds."""
 
     prepare_s: float = 30.0
-    "votes for a planned generation have to be in by then"
+    "time for votes on a planned generation"
     rebuild_s: float = 15.0
-    "votes for a generation for which members wait"
+    "time for votes on a generation that members wait for"
     start_s: float = 600.0
-    "from a node's arrival to READY"
+    "time from a node's arrival to READY"
     lease_s: float = 15.0
-    "a node that is silent for longer is given up"
+    "silence after which a node is given up"
     progress_s: float = 300.0
-    "a member that keeps others waiting for longer is ejected"
+    "time for which a member may keep others waiting before it is ejected"
     stopped_s: float = 0.5
-    "a node whose process is stopped for so long is ejected"
+    "time for which a process may be stopped (SIGSTOP) before its node is ejected"
     probe_s: float = 5.0
-    "members that all wait for each other for so long have their links looked at"
+    "time that all members wait for each other before their links are tested"
     held_grace_s: float = 0.3
-    "a broken group waits so long for the news of who died"
+    "time between a broken group and its rebuild, in which the end of a node may become known"
     accuse_s: float = 1.0
-    "from the first refusal that names an unreachable node to the decision who goes"
+    "time from the first refusal that names an unreachable node to the decision which node leaves"
     retry_s: float = 1.0
-    "after a change that was given up"
+    "time before the next attempt after a change that was given up"
     resend_s: float = 2.0
     release_s: float = 20.0
-    "a node is asked to leave so long before it goes away"
+    "time before its end at which a node is asked to leave"
     last_call_s: float = 3.0
-    "a node that is still there so long before it goes away is ejected"
+    "time before its end at which a node that has not left is ejected"
     reconnect_s: float = 30.0
-    "after an absence of the head"
+    "time for connections to come back after an absence of the head"
     listen_s: float = 2.5
-    "a head that comes back decides nothing before it has heard all nodes, or for so long; less than `DEAF_S`"
+    "time for which a restarted head waits for reports of all nodes before it decides anything; less than `DEAF_S`"
     bar_after: int = 3
-    "failures within an hour after which a host is barred"
+    "number of failures within an hour after which a host is barred"
 
 
 class Overdue(NamedTuple):
-    """A node whose time is up."""
+    """A node that must be given up."""
 
     node: Node
     reason: str
     kind: FailureKind | None = None
-    "None: not its host's fault"
+    "None: not the fault of its host"
     unheard: bool = False
-    "only its silence speaks against it"
+    "its silence is the only evidence"
 
 
 class Watch:
-    """Times and reports of one run's nodes.
+    """Reports of one run's nodes, and when they came.
 
     Args:
         roster: read only.
@@ -92,25 +92,25 @@ class Watch:
         self._roster, self._timing = roster, timing
         self._head = _Hearing(at)
         self._sent_after: dict[int, float] = {}
-        "node -> the tick before its newest report was handled: it may have lain unread since, on the clock of events"
+        "node -> time of the last tick before its newest report, on the clock of events; the report may be that old"
         self._heard_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._came_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._over_at: dict[int, float] = {}
-        "node -> when its script was known to have ended"
+        "node -> when its script became known to have ended"
         self._steps: dict[int, tuple[int, float]] = {}
-        "generation -> its newest finished step, and when that was heard"
+        "generation -> (its newest finished step, when that step was reported)"
         self._came_together: dict[int, float] = {}
-        "generation -> a moment before which not all of its members had come to it"
+        "generation -> a time before which not all of its members had switched to it"
         self._spared_at = -math.inf
-        "when nodes without progress were last kept, because another one was to blame"
+        "when nodes without progress were last spared, because another node was to blame"
 
-    # -- what is learned --------------------------------------------------------------------------------------------
+    # -- observations -----------------------------------------------------------------------------------------------
 
     def advance(self, at: float) -> None:
-        """A tick."""
+        """Advance the clock of ticks. `at`: time of the tick on the clock of events."""
         self.now += self._head.advance(at)
 
-    def came(self, node: int) -> None:
+    def add_node(self, node: int) -> None:
         self._came_at[node] = self._heard_at[node] = self.now
 
     def hear(self, report: Report) -> None:
@@ -123,56 +123,56 @@ class Watch:
             self._came_together.setdefault(report.generation, last_at)
         step, _ = self._steps.get(report.generation, (-1, 0.0))
         if report.generation and report.step > step:
-            # Nobody knows how old the step of a first report is.
+            # The age of the step in a first report is not known.
             self._steps[report.generation] = report.step, self.now if step >= 0 else -math.inf
-        for known in (self._steps, self._came_together):
-            for old in sorted(known)[:-GENERATIONS]:
-                del known[old]
+        for by_generation in (self._steps, self._came_together):
+            for old in sorted(by_generation)[:-GENERATIONS]:
+                del by_generation[old]
 
     def forget(self, node: int) -> None:
-        for known in (self.reports, self._heard_at, self._came_at, self._sent_after, self._over_at):
-            known.pop(node, None)
+        for by_node in (self.reports, self._heard_at, self._came_at, self._sent_after, self._over_at):
+            by_node.pop(node, None)
 
-    # -- what follows -----------------------------------------------------------------------------------------------
+    # -- conclusions ------------------------------------------------------------------------------------------------
 
     def heard_all(self) -> bool:
-        """Every node that the records call alive has reported to this head."""
+        """Return True if every node that is alive by the records has reported to this head."""
         return all(n in self.reports for n, node in self._roster.nodes.items() if node.alive)
 
     def unheard_s(self, node: int) -> float:
-        """For how long nothing came from the node itself, or from one of its workers, whatever others show."""
+        """Seconds since the node, or the most silent of its workers, was heard itself. Finished steps do not count."""
         report = self.reports.get(node)
         return self.now - self._heard_at[node] + (report.mute_s if report is not None else 0.0)
 
     def over_s(self, node: int) -> float:
-        """For how long its script has been over. Asked for the first time, it is over since now."""
+        """Seconds since the node's script has ended. The first call starts the time."""
         return self.now - self._over_at.setdefault(node, self.now)
 
     def is_past(self, deadline: float) -> bool:
-        """The deadline is over, and somebody was heard since. So what had come until then was read.
+        """Return True if the deadline is over and a node was heard since, so everything that came before it was read.
 
-        A head that stood still knows the time before it knows what has come meanwhile.
+        A head that stood still learns the time before it reads the messages that came meanwhile.
         """
         return self._head.heard_at >= deadline
 
     def may_reconnect(self, node: int) -> bool:
-        """It was not heard since the head's last absence, and its connection may still come back."""
+        """Return True if the node was not heard since the head's last absence and may still connect again."""
         back_at = self._head.back_at
         return self._heard_at[node] < back_at and self.now < back_at + self._timing.reconnect_s
 
     def ends_within(self, node: Node, seconds: float) -> bool:
-        """It goes away so soon, as far as is known."""
+        """Return True if the node is known to go away within so many seconds."""
         return node.ends_at is not None and self._head.ticked_at >= node.ends_at - seconds
 
     def overdue(self) -> list[Overdue]:
-        """Nodes that must be given up now."""
+        """Return the nodes that must be given up now."""
         stalled = {} if self._roster.finishing else self._stalled()
         nodes = [node for node in self._roster.nodes.values() if node.alive and not node.finished]
-        found = (self._look(node, stalled.get(node.id)) for node in nodes)
-        return [overdue for overdue in found if overdue is not None]
+        verdicts = (self._look(node, stalled.get(node.id)) for node in nodes)
+        return [overdue for overdue in verdicts if overdue is not None]
 
     def all_wait_s(self) -> float:
-        """For how long all members of the committed generation have waited for each other."""
+        """Seconds for which all members of the committed generation have waited for each other."""
         return min(map(self._waits_s, filter(self._roster.alive, self._roster.inside())), default=0.0)
 
     def _look(self, node: Node, stalled_s: float | None) -> Overdue | None:
@@ -198,11 +198,11 @@ class Watch:
         return None
 
     def _silent_s(self, node: Node) -> float:
-        """For how long there was no sign of life of it while somebody else was heard."""
+        """Seconds without a sign of life of this node while other nodes were heard."""
         return self._head.heard_at - max(self._heard_at[node.id], self._step_at(node))
 
     def _step_at(self, node: Node) -> float:
-        """When the newest step or first exchange was finished that needed it; minus infinity: none is known."""
+        """Time of the newest step or first exchange that needed this node; minus infinity: none is known."""
         root, report = self._roster.root, self.reports.get(node.id)
         generations = [report.generation] if report is not None else []
         if node.seat:
@@ -213,56 +213,58 @@ class Watch:
         return max([*steps, *(self._came_together.get(g, -math.inf) for g in generations)], default=-math.inf)
 
     def _counts(self, node: Node) -> bool:
-        """Does a silence that exceeds the lease speak against the node?"""
-        roster, timing, late = self._roster, self._timing, self.may_reconnect(node.id)
+        """Return True if a silence beyond the lease counts as evidence against the node."""
+        roster, timing, may_reconnect = self._roster, self._timing, self.may_reconnect(node.id)
         is_needed = node.seat > 0 or (node.id in roster.leavers and not roster.root.entered)
         if not is_needed or roster.finishing:
-            return not late
-        needed_s = timing.lease_s if late else min(timing.lease_s, timing.probe_s)
-        others = [n for n in roster.inside() if n != node.id and roster.alive(n)]
-        return any(self._has_given_up(n) or self._waits_s(n) >= needed_s for n in others)
+            return not may_reconnect
+        needed_s = timing.lease_s if may_reconnect else min(timing.lease_s, timing.probe_s)
+        other_nodes = [n for n in roster.inside() if n != node.id and roster.alive(n)]
+        return any(self._has_given_up(n) or self._waits_s(n) >= needed_s for n in other_nodes)
 
     def _has_given_up(self, node: int) -> bool:
-        """It is heard, and finishes no step any more in the generation that it was in."""
-        report = self._heard(node)
+        """Return True if the node is heard and will finish no more step in the generation that it was in."""
+        report = self._current_report(node)
         if report is None:
             return False
         return report.given_up >= self._roster.root.generation or report.given_up >= report.generation > 0
 
     def _waits_s(self, node: int) -> float:
-        """For how long it has waited for members of the committed generation. 0: it has not, or it is not heard."""
-        report = self._heard(node)
+        """Seconds for which the node has waited for other members; 0: it does not wait, or it is not heard."""
+        report = self._current_report(node)
         if report is None or report.doing is not Doing.WAITING or report.given_up >= self._roster.root.generation:
             return 0.0
         return min(self._unchanged_s(node, report), self.now - self.committed_at)
 
-    def _heard(self, node: int) -> Report | None:
-        """What the node says now; None: it is not heard."""
+    def _current_report(self, node: int) -> Report | None:
+        """Return the node's newest report; None: the node is not heard at present."""
         return self.reports.get(node) if self.unheard_s(node) <= DEAF_S else None
 
     def _stalled(self) -> dict[int, float]:
-        """Who has to go because it makes no progress -> for how many seconds it has made none.
+        """Return nodes to eject for lack of progress -> seconds without progress.
 
-        Where a kernel hangs, the other nodes' processes may be stuck, too: in the driver, behind sums that do not come.
-        Then only the node whose device computes is to blame, and the others have the whole deadline once more.
+        When a kernel hangs on one node, the processes of other nodes may be stuck in the driver behind sums that do
+        not come. Then only the node whose device computes is to blame. The other nodes get the whole deadline anew.
         """
         spared_s = self.now - self._spared_at
         nodes = [self._roster.nodes[n] for n in self._roster.inside() if self._roster.alive(n)]
         reports = [self.reports[node.id] for node in nodes if node.id in self.reports and not node.deserted]
         others_wait = any(report.doing is Doing.WAITING for report in reports)
-        # Code outside of the loop may take any time, as long as nobody waits.
+        # Code outside of the loop may take any time, as long as no member waits.
         blamed = (Doing.WORKING, Doing.OUTSIDE) if others_wait else (Doing.WORKING,)
-        late = {r.node: self._unchanged_s(r.node, r) for r in reports if r.doing in blamed}
-        late = {n: stalled_s for n, stalled_s in late.items() if min(stalled_s, spared_s) > self._timing.progress_s}
-        computing = {n: stalled_s for n, stalled_s in late.items() if self.reports[n].computes}
-        if computing and len(computing) < len(late):
+        stalled = {r.node: self._unchanged_s(r.node, r) for r in reports if r.doing in blamed}
+        stalled = {
+            n: stalled_s for n, stalled_s in stalled.items() if min(stalled_s, spared_s) > self._timing.progress_s
+        }
+        computing = {n: stalled_s for n, stalled_s in stalled.items() if self.reports[n].computes}
+        if computing and len(computing) < len(stalled):
             self._spared_at = self.now
-        return computing or late
+        return computing or stalled
 
     def _unchanged_s(self, node: int, report: Report) -> float:
-        """For how long it has done the same. A step that was finished since is something else.
+        """Seconds without progress of the node. A finished step of its generation is progress.
 
-        What it did while it was not heard, nobody knows: that is silence, not a lack of progress.
+        Time in which the node was not heard counts as silence, not as a lack of progress.
         """
         _, step_at = self._steps.get(report.generation, (0, -math.inf))
         known_s = max(0.0, report.stalled_s - report.mute_s)
@@ -270,18 +272,18 @@ class Watch:
 
 
 class _Hearing:
-    """When this head was awake and heard somebody."""
+    """When this head was awake and heard any node."""
 
     def __init__(self, at: float) -> None:
         self.heard_at = 0.0
-        "when anybody was heard, on the clock of ticks"
+        "when any node was last heard, on the clock of ticks"
         self.back_at = -math.inf
-        "when the last absence ended"
+        "when the last absence of the head ended"
         self.ticked_at = at
         self._deaf_s = self._absent_s = 0.0
 
     def advance(self, at: float) -> float:
-        """By how many seconds the clock goes on."""
+        """Return the seconds to add to the clock of ticks."""
         passed = max(0.0, at - self.ticked_at)
         counted = min(passed, LONGEST_TICK_S)
         self.ticked_at = max(at, self.ticked_at)

@@ -120,7 +120,7 @@ def checkpoint_views(run: Run) -> list[CheckpointView]:
             nbytes=saved.checkpoint.nbytes,
             path=saved.checkpoint.path,
             state=_state(saved),
-            asked=saved.checkpoint.asked,
+            asked=saved.checkpoint.by_hand,
             problem=saved.problem,
         )
         for saved in run.roster.checkpoints.saved

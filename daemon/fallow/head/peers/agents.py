@@ -292,7 +292,7 @@ def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended
         name = member_name(known.id)
         turn.record(run, "stack", f"{name} on {host} hung here", node=known.id, stack=ended.tail)
     _take_place(turn, run, allocation, host, ended)
-    gone = ev.Gone(
+    gone = ev.NodeEnded(
         at=at,
         node=ended.node,
         reason=how,
@@ -346,7 +346,8 @@ def agent_gone(
     """An agent has ended for certain, or (taken) Slurm has taken its node: so have its workers."""
     for node in run.roster.at_place(host, allocation.token):
         if not node.exited:
-            turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=reason, taken=taken, node_failed=node_failed))
+            end = ev.NodeEnded(at=turn.at, node=node.id, reason=reason, by_slurm=taken, node_failed=node_failed)
+            turn.apply(run, end)
     give_up_agent(turn, run, allocation, host, reason)
 
 

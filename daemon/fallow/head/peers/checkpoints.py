@@ -69,7 +69,7 @@ def _take(turn: Turn, run: Run, look: Look) -> None:
             turn.record(run, "damaged", found[1], path=str(found[0]))
         elif found.path not in known:
             found = msgspec.structs.replace(found, written_at=min(turn.now, found.written_at))
-            turn.apply(run, ev.Found(at=turn.at, checkpoint=found))
+            turn.apply(run, ev.CheckpointFound(at=turn.at, checkpoint=found))
 
 
 def by_this_clock(run: Run, report: Report, now: float) -> Report:

@@ -176,7 +176,7 @@ def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
     for host in allocation.agents:
         for node in run.roster.at_place(host, allocation.token):
             if not node.exited:
-                turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
+                turn.apply(run, ev.NodeEnded(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
 
 
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:

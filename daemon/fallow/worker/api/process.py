@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import fallow
-from fallow.core.membership.failures import APART, STRANGER, Apart, Stranger
+from fallow.core.membership.failures import DIVERGENCE, STRANGER, Divergence, Stranger
 from fallow.model import STACK_SIGNAL, Exit, FallowError
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def _signature_of(error: BaseException, trace: TracebackType | None) -> str:
 
     The place is the innermost frame of the script's own: not Fallow's, and in no installed package.
     """
-    if isinstance(error, Apart):
-        return APART + error.message
+    if isinstance(error, Divergence):
+        return DIVERGENCE + error.message
     if isinstance(error, Stranger):
         return STRANGER + error.message
     frames = traceback.extract_tb(trace)

@@ -160,7 +160,7 @@ def announcement(folder: Path, manifest: Manifest, digest: str) -> Checkpoint:
         digest=digest,
         nbytes=sum(file.size for file in manifest.files),
         written_at=manifest.written_at,
-        asked=manifest.asked,
+        by_hand=manifest.asked,
     )
 
 

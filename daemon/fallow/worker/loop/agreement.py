@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fallow.core.membership.failures import Apart, Stranger
+from fallow.core.membership.failures import Divergence, Stranger
 from fallow.core.training.shards import Cut
 from fallow.worker.handover.transfer import HOLDS
 from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, Part
@@ -43,13 +43,13 @@ def check_places(openings: Sequence[Opening]) -> None:
     kinds = Counter(Kind(opening.kind) for opening in openings)
     step = max(opening.step for opening in openings)
     if set(kinds) == {Kind.STEP, Kind.END}:
-        raise Apart(
+        raise Divergence(
             f"step {step}: {kinds[Kind.END]} of {len(openings)} members left the run.updates loop (break, return, or "
             "an exception that the script caught) while the others go on; all have to leave it behind the same step: "
             "decide by update.mean, run.mean or update.step, not by a member's own loss or rank"
         )
     where = ", ".join(f"{count} {_WHERE[kind]}" for kind, count in kinds.items())
-    raise Apart(
+    raise Divergence(
         f"step {step}: the members are in different places of the script: {where}; every member has to make the same "
         "run.updates, run.mean and run.barrier calls: no `if run.is_main` around them"
     )
@@ -78,7 +78,7 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
             continue
         text = _difference(one.call, rank, usual.call, first)
         if one.since == usual.since:
-            raise Apart(text)
+            raise Divergence(text)
         refused[rank] = text
     if mine in refused:
         raise Stranger(refused[mine])
@@ -94,7 +94,7 @@ def check_cuts(openings: Sequence[Opening]) -> None:
     counts = {int(opening.value) for opening in openings} - {0}
     if len(counts) > 1:
         known = " and ".join(map(str, sorted(counts)))
-        raise Apart(f"step {openings[0].step}: the members cut it into {known} shards; {_SAME_WORK}")
+        raise Divergence(f"step {openings[0].step}: the members cut it into {known} shards; {_SAME_WORK}")
 
 
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
@@ -108,18 +108,18 @@ def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> N
     """
     first = parts[0]
     if any(part.place != first.place for part in parts):
-        raise Apart(
+        raise Divergence(
             f"step {step}: the members are in different inner loops of the step: all run the same ones, with the same "
             "phases in the same order"
         )
     checksums = [part.weight_checksum for part in parts]
     if any(part.agreement != first.agreement for part in parts) or (len(set(checksums)) > 1 and not drift):
-        raise Apart(
+        raise Divergence(
             f"step {step}: the members' weights, learning rates, or what is frozen or in eval() differ"
             f"{_whose(checksums)}; {_ALIKE}"
         )
     if len(acts := {part.acts for part in parts}) > 1:
-        raise Apart(
+        raise Divergence(
             f"step {step}: the members' optimizers have made {' and '.join(map(str, sorted(acts)))} steps since the "
             f"last inner loop; {_ALIKE}"
         )
@@ -127,7 +127,7 @@ def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> N
     if (seen, checksum) != (cut.samples, sum(cut.crcs)):
         many = seen != cut.samples
         what = f"{seen} samples, the step has {cut.samples}" if many else "other samples than the step has"
-        raise Apart(f"step {step}: the members computed {what}; {_SAME_WORK}")
+        raise Divergence(f"step {step}: the members computed {what}; {_SAME_WORK}")
 
 
 class Ranks(NamedTuple):

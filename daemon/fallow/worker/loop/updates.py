@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fallow.core.membership.failures import Apart
+from fallow.core.membership.failures import Divergence
 from fallow.core.membership.messages import Contract, other_bits
 from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST
@@ -275,7 +275,7 @@ class Loop:
                     sys.stderr.write(f"fallow: {text}\n")
                     raise EndedAlone
                 if sys.exc_info()[0] is None:
-                    raise Apart(text)
+                    raise Divergence(text)
                 if update.open.begun:  # the others may be waiting for its sums
                     raise FallowError(text, Exit.DATA)  # not `Apart`: what is being handled may be this node's failure
             self.update = self._call = None

@@ -157,7 +157,7 @@ class Session:
         """
         with self._changed:
             self.orders.give_up(last)
-            self._statement.say(left=left)
+            self._statement.say(passed_boundary=left)
             self._speak()
 
     def _speak(self) -> None:

@@ -109,7 +109,7 @@ def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) 
     member.save(2, asked=member.session.news.checkpoints_asked)
     assert member.saver.wish(4) <= 0.0
     member.saver.finish()
-    assert [one.asked for one in member.session.written] == [False, True]
+    assert [one.by_hand for one in member.session.written] == [False, True]
     due = Member(tmp_path, 0, 1, every_s=1e-9)
     assert due.saver.wish(1) == 1.0
 

@@ -211,4 +211,4 @@ def test_a_worker_that_leaves_says_up_to_where_it_was_a_member() -> None:
     agent.commit(plan(2, leave=True))
     assert agent.session.await_commit(never).group is None
     agent.session.leave(1, 2)
-    assert (agent.status.left, agent.status.given_up) == (2, 1)
+    assert (agent.status.passed_boundary, agent.status.given_up) == (2, 1)
