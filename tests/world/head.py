@@ -141,9 +141,11 @@ class Head:
             self._hear(*self._inbox.pop(0))
         if self.alive and self.w.t >= self._last_tick + TICK_S - 1e-9:
             self._last_tick = self.w.t
+            machine = self.machine
             self._look_at_jobs()
-            self._has_ticked = True
-            self.apply(ev.Ticked(at=self._at))
+            if self.machine is machine:  # else what Slurm says of walltimes was poisoned, and comes once more
+                self._has_ticked = True
+                self.apply(ev.Ticked(at=self._at))
         if self.alive and (self._writes or self._then):
             self._persist()
 

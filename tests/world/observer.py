@@ -144,7 +144,8 @@ class Observer:
     def _judge(self, host: Host, text: str) -> None:
         w, plane = self.w, self.w.plane
         members = self.committed.get(plane.acted, ())
-        is_linked = host.hears and host.is_heard and host.up and not host.frozen and w.t > host.bad_until + 4
+        is_there = host.up and not host.frozen and not host.over
+        is_linked = is_there and host.hears and host.is_heard and w.t > host.bad_until + 4
         is_up = w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
         is_working = is_linked and is_up and not host.deserted
         others = [other for other in w.hosts.values() if other.node in members and other is not host]

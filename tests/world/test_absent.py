@@ -501,3 +501,13 @@ def test_a_node_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes
         others = [n for n in rig.r.nodes if n != 2]
         rig.stand(at, {2: (WORKING, at), **dict.fromkeys(others, (WAITING, at - 1))})
     assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
+
+
+def test_a_silent_member_that_has_left_by_itself_is_told_why_it_ends() -> None:
+    rig = started(3)
+    rig.tick(34, 1, 3, **WAITS)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+    rig.say(2, passed_boundary=1, given_up=1, term=1, edition=1)
+    end = rig.end(2)
+    assert (end.code, end.kill) == (Exit.OK, False)
+    assert "heard no head" in end.reason

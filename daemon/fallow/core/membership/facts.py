@@ -11,6 +11,8 @@ from fallow.core.membership.records import FailureKind, Node, Saved
 from fallow.core.membership.state import Broken, State
 from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
+_LEFT_ALONE = "its node goes away, and it heard no head"
+
 
 def recover(m: State, report: Report, host: str) -> None:
     """Continue above a generation number that a node on `host` reports and that the store has lost."""
@@ -51,7 +53,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
             r.root.status = RunStatus.TRAINING
         m.spoil(text)
     elif node.leaving:
-        losses.dismiss(m, node, Exit.OK, node.leaving)
+        losses.dismiss(m, node, Exit.OK, node.leaving or _LEFT_ALONE)
     else:
         node.phase = MemberPhase.READY if node.accepted else MemberPhase.STARTING
     m.tell([node.id])
@@ -218,7 +220,8 @@ def note_finished(m: State, node: Node, report: Report) -> None:
 def note_left(m: State, node: Node, report: Report) -> None:
     """Note that the node has passed the boundary behind which it is no member."""
     node.proved_gone = True
-    losses.dismiss(m, node, Exit.OK, node.leaving)
+    # A node that was given up as silent has left by itself, as in `note_left_alone`.
+    losses.dismiss(m, node, Exit.OK, node.leaving or _LEFT_ALONE)
     # A leaver of an earlier change proves nothing about the present generation.
     m.roster.root.old_may_step &= not m.roster.is_inside(node)
 
@@ -227,7 +230,7 @@ def note_left_alone(m: State, node: Node, report: Report) -> None:
     """Note that a member left by itself: its node goes away, and it heard no head that could have released it."""
     m.roster.touch(node).proved_gone = True
     node.leaving = node.leaving or "its node goes away"
-    losses.lose(m, node, "its node goes away, and it heard no head")
+    losses.lose(m, node, _LEFT_ALONE)
 
 
 def note_refusal(m: State, node: Node, report: Report) -> None:
