@@ -3,10 +3,12 @@
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -72,6 +74,16 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
     def _is_for_slurm(self, node: WorkerController) -> bool:
         return int(node.gateway.id.removeprefix("gw")) < max(1, self.numnodes * 2 // 5)
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Tell which faults have fired in the simulated world."""
+    fired = Counter[str]()
+    for report in terminalreporter.getreports("passed"):
+        fired.update(dict(report.user_properties).get("fired", {}))
+    if fired:
+        told = ", ".join(f"{name} {count}" for name, count in fired.most_common())
+        terminalreporter.write_line(f"faults that fired in the simulated world: {told}")
 
 
 @pytest.hookimpl(optionalhook=True)

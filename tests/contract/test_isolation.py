@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import builders
@@ -15,16 +16,18 @@ from fallow.control.client import ControlClient
 from fallow.core import records
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import Allocation
+from fallow.core.membership.records import Node, Root
 from fallow.core.protocol import Beat, EndAgent, EndNoted, Setup
-from fallow.files import read_struct
+from fallow.files import Paths, read_struct
 from fallow.head.api import handler, reports
 from fallow.head.loop import faults as faults_module
+from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
 from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers import agents
 from fallow.head.state.book import Run
-from fallow.head.state.stored import RunRecord
+from fallow.head.state.stored import PRUNED, PrunedRuns, RunRecord
 from fallow.model import (
     AllocationState,
     ClusterState,
@@ -142,6 +145,35 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
             assert list(await head.head._durable.store.load("unreadable/")), "somebody may still repair it"
             (allocation,) = head.head._book.runs[bad.run].allocations.values()
             assert not allocation.live or allocation.asked_at is not None
+
+
+@pytest.mark.parametrize("kind", ["root", "record", "node/1", PRUNED])
+async def test_a_head_does_not_serve_what_a_newer_fallow_has_written_and_leaves_it_as_it_is(
+    tmp_path: Path, kind: str
+) -> None:
+    """As after an upgrade that was taken back, or where a job starts a stand-in head of an older Fallow."""
+    slurm = FaultySlurm()
+    async with serving(tmp_path) as head:
+        new, _ = await head.bad_and_good()
+        await head.take(hello(head, new.run, job_id="7"))
+        slurm.others.append(builders.job("7", "RUNNING", name="mine", user="me", comment=new.token, nodes=["h1"]))
+        key = f"note/{PRUNED}" if kind == PRUNED else f"run/{new.run}/{kind}"
+        newest = {"root": Root, "record": RunRecord, "node/1": Node, PRUNED: PrunedRuns}[kind]
+        newer = msgspec.msgpack.encode((records.SCHEMAS[newest] + 1, {"colour": "red"}))
+        await head.head._durable.store.save([Write(key, None, newer)], [])
+    for _ in range(2):
+        with pytest.raises(FallowError, match=r"newer Fallow .* schema is \d, .*; start the Fallow that") as refused:
+            async with serving(tmp_path, slurm, **FAST):
+                raise AssertionError("it serves")
+        assert refused.value.code is Exit.CONFIG, "systemd does not try again"
+    assert not slurm.cancelled
+    durable = Durable(Paths(tmp_path / "state", tmp_path / "run"), None)
+    try:
+        await durable.open()
+        assert (await durable.store.load(key))[key][1] == newer
+        assert not await durable.store.load("unreadable/")
+    finally:
+        await durable.close()
 
 
 def hello(head: Serving, run: str, **more: Any) -> Heard:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,8 @@ class Desk:
     async def tick(self) -> None:
         turn = self.turn()
         self.pruning.tick(turn)
+        if self.pruning.looking is not None:
+            wait([self.pruning.looking])
         await self.durable.write(turn)
 
     async def prune(self) -> Sequence[object]:

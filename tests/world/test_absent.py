@@ -402,6 +402,7 @@ def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begi
     freeze(rig, 2, 1, 3)
     rig.change()
     rig.tick(rig.at + 0.25, 1, 3)
+    assert 2 in rig.r.nodes, "nothing proves its end"
     turn = rig.say(2)
     order, g = orders(turn)[2], rig.ballot.change.generation
     assert (order.broken, order.committed, order.end) == (2, 2, None)

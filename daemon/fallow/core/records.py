@@ -27,6 +27,10 @@ _ENVELOPE: msgspec.msgpack.Decoder[tuple[int, Fields]] = msgspec.msgpack.Decoder
 _DAMAGES = (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
+class Newer(Unreadable):
+    """A newer Fallow has written a record. Nothing is wrong with it."""
+
+
 def encode(record: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode((SCHEMAS[type(record)], record))
 
@@ -35,13 +39,14 @@ def decode(raw: bytes, kind: type[T]) -> T:
     """Read a record of this or an older schema.
 
     Raises:
-        Unreadable: it is damaged, or of another Fallow.
+        Unreadable: it is damaged, or of another Fallow (`Newer`: of a newer one).
     """
     newest = SCHEMAS[kind]
     try:
         schema, fields = _ENVELOPE.decode(raw)
         if not 1 <= schema <= newest:
-            raise Unreadable(f"its schema is {schema}, this Fallow reads 1 to {newest}; start the Fallow that wrote it")
+            text = f"its schema is {schema}, this Fallow reads 1 to {newest}; start the Fallow that wrote it"
+            raise Newer(text) if schema > newest else Unreadable(text)
         for older in range(schema, newest):
             fields = MIGRATIONS[kind, older](fields)
         record = msgspec.convert(fields, kind)

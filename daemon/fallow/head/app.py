@@ -26,7 +26,7 @@ from fallow.head.api.handler import ControlHandler
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
 from fallow.head.api.reports import report_of
-from fallow.head.loop.durable import Durable
+from fallow.head.loop.durable import Durable, refuse_newer
 from fallow.head.loop.faults import Faults, Quarantine, in_thread
 from fallow.head.loop.inbox import Heard, Inbox, Item, Tick, Work, tell
 from fallow.head.loop.monitoring import Metrics, Notifier
@@ -188,6 +188,7 @@ class Head:
             if PRUNED in self._durable.notes:
                 self._book.pruned = records.decode(self._durable.notes[PRUNED], PrunedRuns)
         except Exception as error:
+            refuse_newer("sums of pruned runs", error)
             # The sums begin anew; somebody may still read the old ones.
             self._faults.note("notes", error)
             given_up.notes[f"{PRUNED}-unreadable"] = self._durable.notes[PRUNED]

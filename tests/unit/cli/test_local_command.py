@@ -17,11 +17,11 @@ class Trained:
 
     absent, due = 0, ()
     report = views.report()
-    started: ClassVar[list[tuple[list[str], str]]] = []
-    "argv and name of each training"
+    started: ClassVar[list[tuple[list[str], int]]] = []
+    "argv of each training, and how many workers a node has"
 
     def __init__(self, folder: Path, command: list[str], *_: Any, **more: Any) -> None:
-        self.started.append((command, more["name"]))
+        self.started.append((command, more["workers_per_node"]))
 
     async def train(self) -> RunReport:
         return self.report
@@ -60,6 +60,12 @@ def test_a_script_without_its_interpreter_is_refused_with_the_command_that_would
     assert local(command=("pyhton", "train.py")) == Exit.NOINPUT
     assert capsys.readouterr().err.endswith("not executable\n")
     assert Trained.started == []
+
+
+def test_a_node_has_one_worker_or_as_many_as_are_asked_for() -> None:
+    """What becomes of them: `tests/elastic`."""
+    assert (local(), local("--workers-per-node", "3")) == (Exit.OK, Exit.OK)
+    assert Trained.started == [(["true"], 1), (["true"], 3)]
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

@@ -1,6 +1,7 @@
 """`[checkpoint] path`: checkpoints of a run are where its owner wants them."""
 
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,25 @@ def test_a_run_whose_checkpoints_cannot_be_looked_for_goes_on(tmp_path: Path) ->
     known.checkpoint_folder(run).write_text("")
     checkpoints.adopt(turn)
     assert not turn.failures
+
+
+def test_a_file_system_that_hangs_keeps_no_run_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = book(tmp_path, None)
+    run, turn, answers = new_run(known), Turn(known, 1.0, 1000.0), threading.Event()
+
+    def hang(place: Path) -> list[Path]:
+        answers.wait(60)
+        return [place / "step-1"]
+
+    monkeypatch.setattr(checkpoints, "FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(checkpoints, "complete_ones", hang)
+    for _ in range(2):
+        checkpoints.adopt(turn)
+        assert run.look is not None and not turn.records
+    answers.set()
+    run.look.result(60.0)
+    checkpoints.adopt(turn)
+    assert [record.kind for record in turn.records] == ["damaged"], "there is nothing in it"
 
 
 def test_a_run_keeps_its_place_when_the_setting_changes(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What ended runs have left goes by count and age, and nothing that somebody would miss; ticks look at them no more."""
 
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,12 @@ class Desk:
         return run
 
     def tick(self) -> Turn:
+        """A tick, and when the files of an outdated run have been looked at, the next one."""
         turn = Turn(self.book, self.at, NOW)
         self.pruning.tick(turn)
+        if self.pruning.looking is not None:
+            wait([self.pruning.looking])
+            self.pruning.tick(turn)
         return turn
 
     def removed(self, turn: Turn) -> set[str]:
@@ -113,6 +119,23 @@ def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_p
         desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id])
     (scratch / "other").mkdir()
     assert desk.tick().forgotten == [run]
+
+
+def test_a_file_system_that_hangs_holds_up_no_tick(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, answers = desk.run(40.0, checkpoint=True), threading.Event()
+    desk.run(1.0)
+
+    def hang(folder: Path) -> bool:
+        answers.wait(60)
+        return False
+
+    monkeypatch.setattr("fallow.head.api.pruning._is_counted", hang)
+    for _ in range(3):
+        turn = Turn(desk.book, desk.at, NOW)
+        desk.pruning.tick(turn)
+        assert not turn.changing
+    answers.set()
+    assert desk.tick().dirty == {run.id}
 
 
 def test_the_audit_outlives_the_ledgers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

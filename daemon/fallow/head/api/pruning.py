@@ -7,25 +7,28 @@ The head does this by itself, and `fallow prune` at once.
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
 from fallow.files import read_struct, write_struct
-from fallow.head.api.reports import counted_report
+from fallow.head.api.reports import report_of
+from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
-from fallow.model import Exit, FallowError, RunReport
+from fallow.model import Exit, FallowError, RunReport, SampleReport
 from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import shown
 
 log = structlog.get_logger("fallow.head")
 
 EVERY_S = 3600.0
-"""So often the head looks for outdated runs. It takes one a tick: counting a run's samples takes a while."""
+"""So often the head looks for outdated runs. It takes one after the other: counting a run's samples takes a while."""
 DAY_S = 86_400.0
 
 
@@ -36,16 +39,29 @@ class Pruning:
         self._settings = settings
         self._look_at = 0.0
         self._outdated: deque[str] = deque()
+        self._run = ""
+        self.looking: Future[int | None] | None = None
+        "beside the main loop, at what an outdated run has left; see `_prepare_look`"
 
     def tick(self, turn: Turn) -> None:
-        """Prune one outdated run, if there is one."""
+        """Prune the outdated run whose files have been looked at, if there is one, and have those of another looked at.
+
+        The file system with its checkpoints may hang for hours.
+        """
+        if self.looking is not None:
+            if not self.looking.done():
+                return
+            looked, self.looking = self.looking, None
+            run = turn.book.runs.get(self._run)
+            if run is not None and _is_over(run):
+                self._prune(turn, run, looked.result(), dry_run=False)
         if not self._outdated and turn.at >= self._look_at:
             self._look_at = turn.at + EVERY_S
             older_than_s = self._settings.older_than_days * DAY_S
             self._outdated.extend(outdated(_ended(turn.book), turn.now, self._settings.keep, older_than_s))
         run = turn.book.runs.get(self._outdated.popleft()) if self._outdated else None
         if run is not None and _is_over(run):
-            self._prune(turn, run, checkpoints=False, dry_run=False)
+            self._run, self.looking = run.id, in_thread(_prepare_look(turn.book, run), "prune")
 
     def prune(
         self,
@@ -68,7 +84,8 @@ class Pruning:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
             chosen = [turn.book.runs[name] for name in outdated(_ended(turn.book), turn.now, keep, older_than_s)]
-        pruned = [self._prune(turn, run, checkpoints, dry_run) for run in chosen]
+        looks = [_prepare_look(turn.book, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen]
+        pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen, looks, strict=True)]
         return [found for found in pruned if found is not None]
 
     @staticmethod
@@ -82,7 +99,7 @@ class Pruning:
             )
         if not _is_over(run):
             raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
-        if not checkpoints and _count_checkpoints(book, run) is None:
+        if not checkpoints and _prepare_look(book, run, keeps_report=False)() is None:
             raise FallowError(
                 f"run {shown(run.id)}: its checkpoint folder {book.checkpoint_folder(run)} cannot be looked into; make "
                 "it readable, or give the checkpoints up with --checkpoints",
@@ -90,16 +107,20 @@ class Pruning:
             )
         return run
 
-    def _prune(self, turn: Turn, run: Run, checkpoints: bool, dry_run: bool) -> Pruned | None:
-        kept = 0 if checkpoints else _count_checkpoints(turn.book, run)
+    @staticmethod
+    def _prune(turn: Turn, run: Run, kept: int | None, dry_run: bool) -> Pruned | None:
         if kept is None or (run.record.pruned and kept):
             return None
         found = Pruned(run=run.id, name=run.spec.name, ended_at=run.record.ended_at or 0.0, checkpoints_kept=kept)
         if dry_run:
             return found
+        paths = turn.book.paths.run(run.id)
         if kept:
-            return found if _remove_logs(turn, run) else None
-        turn.removals += [str(turn.book.checkpoint_folder(run)), str(turn.book.paths.run(run.id).root)]
+            run.record.pruned = True
+            turn.removals += [str(paths.logs), str(paths.ledger)]
+            turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
+            return found
+        turn.removals += [str(turn.book.checkpoint_folder(run)), str(paths.root)]
         turn.forget(run)
         turn.record(None, "prune", f"run {run.id}: its logs, ledgers and record are removed")
         return found
@@ -118,18 +139,40 @@ def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s:
     return [run for run in reversed(newest_first[keep:]) if now - ended_at[run] >= older_than_s]
 
 
-def _remove_logs(turn: Turn, run: Run) -> bool:
-    """False: the report cannot be written, and the ledgers are all that is known of the samples."""
-    paths = turn.book.paths.run(run.id)
+def _prepare_look(
+    book: Book, run: Run, *, checkpoints: bool = False, keeps_report: bool = True
+) -> Callable[[], int | None]:
+    """Prepare to look at what a run has left. What is returned does that, and is for a thread.
+
+    Args:
+        book: with the run.
+        run: that is over.
+        checkpoints: these are given up.
+        keeps_report: where checkpoints stay, make sure that the report does.
+
+    Returns:
+        How many checkpoints stay. None: all that it has left does, for nobody can say, or its report cannot be written
+        and the ledgers are all that is known of the samples.
+    """
+    name, folder, is_elsewhere = run.id, book.checkpoint_folder(run), bool(run.record.checkpoint_folder)
+    root, file = book.paths.run(run.id).root, book.paths.run(run.id).report
+    report = None if run.record.pruned or not keeps_report else report_of(book, run)
+
+    def look() -> int | None:
+        kept = 0 if checkpoints else _count_checkpoints(name, folder, is_elsewhere)
+        if kept and report is not None and root.exists() and not _is_counted(file):
+            return kept if _keep_report(name, file, *report) else None
+        return kept
+
+    return look
+
+
+def _keep_report(run: str, file: Path, report: RunReport, count: Callable[[], SampleReport]) -> bool:
     try:
-        if not run.record.pruned and paths.root.exists() and not _is_counted(paths.report):
-            write_struct(paths.report, counted_report(turn.book, run))
+        write_struct(file, replace(report, samples=count()))
     except (OSError, FallowError) as error:
-        log.warning("prune.report", run=run.id, error=str(error))
+        log.warning("prune.report", run=run, error=str(error))
         return False
-    run.record.pruned = True
-    turn.removals += [str(paths.logs), str(paths.ledger)]
-    turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
     return True
 
 
@@ -150,16 +193,15 @@ def _is_over(run: Run) -> bool:
     return run.ended and all(one.counted for one in run.allocations.values())
 
 
-def _count_checkpoints(book: Book, run: Run) -> int | None:
+def _count_checkpoints(run: str, folder: Path, is_elsewhere: bool) -> int | None:
     """Return how many checkpoints the run has left; None: nobody can say, for their file system does not answer."""
-    folder = book.checkpoint_folder(run)
     try:
         return sum(1 for _ in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         # A folder elsewhere may be on a file system that is not mounted now.
-        return None if run.record.checkpoint_folder and not _has_entries(folder.parent) else 0
+        return None if is_elsewhere and not _has_entries(folder.parent) else 0
     except OSError as error:
-        log.warning("prune.checkpoints", run=run.id, folder=str(folder), error=error.strerror)
+        log.warning("prune.checkpoints", run=run, folder=str(folder), error=error.strerror)
         return None
 
 

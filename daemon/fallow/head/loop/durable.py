@@ -111,7 +111,11 @@ class Durable:
         return term
 
     async def load(self, book: Book, at: float) -> None:
-        """Put every stored run into the book; `at`: now, on the head's clock."""
+        """Put every stored run into the book; `at`: now, on the head's clock.
+
+        Raises:
+            FallowError: the store is away, or it is of a newer Fallow.
+        """
         found: dict[str, dict[str, tuple[int, bytes]]] = {}
         for key, value in (await self.store.load("run/")).items():
             run_id, _, kind = key.removeprefix("run/").partition("/")
@@ -127,7 +131,8 @@ class Durable:
             try:
                 run = book.add(read_run(run_id, stored), revision, at)
             except Exception as error:
-                # Whatever it is, it is this run's alone.
+                refuse_newer(f"run {run_id}", error)
+                # Whatever else it is, it is this run's alone.
                 self.unreadable[run_id] = error
                 run = book.add(salvage(self._paths, run_id, stored, time.time()), revision, at)
                 originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
@@ -279,6 +284,20 @@ class Durable:
                 Exit.TEMPFAIL,
             )
         return None
+
+
+def refuse_newer(what: str, error: Exception) -> None:
+    """Serve nothing where a newer Fallow has written `what`, which could not be read.
+
+    It is not damaged: whoever goes back to an older Fallow, or whose jobs have one, does not want runs to be ended.
+
+    Raises:
+        FallowError: that is so.
+    """
+    for cause in (error, error.__cause__):
+        if isinstance(cause, records.Newer):
+            text = f"{what}: a newer Fallow has written this: {cause.message}. This head ends; training goes on"
+            raise FallowError(text, Exit.CONFIG) from error
 
 
 def _changed(run: Run) -> dict[str, bytes | None]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Collection
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
@@ -23,23 +24,32 @@ Look = list[Checkpoint | tuple[Path, str]]
 """Complete checkpoints; of one that is damaged its folder, and what is wrong."""
 
 
+FIRST_LOOK_S = 5.0
+"""The first looks are waited for, but no longer: a suspended run should not begin from an older checkpoint than there
+is, and a file system that hangs must not keep all runs without a head."""
+
+
 def adopt(turn: Turn) -> None:
     """Learn of checkpoints that nobody could tell of: as a head begins, and when a run has lost its last member.
 
-    The second look is taken beside the main loop. A file system that hangs may be why the members are lost.
+    Looks are taken beside the main loop. A file system that hangs may be why the members are lost.
     """
     current = [run for run in turn.book.current.values() if not run.ended]
-    turn.for_each(current, "checkpoints on disk", lambda run: _adopt_run(turn, run))
+    first = [run for run in current if run.is_empty is None]
+    turn.for_each(current, "checkpoints on disk", lambda run: _begin_look(turn, run))
+    if first:
+        wait([run.look for run in first if run.look is not None], FIRST_LOOK_S)
+    turn.for_each(current, "checkpoints on disk", lambda run: _end_look(turn, run))
 
 
-def _adopt_run(turn: Turn, run: Run) -> None:
+def _begin_look(turn: Turn, run: Run) -> None:
     was_empty, run.is_empty = run.is_empty, not run.roster.present()
-    known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
-    look = partial(_look, turn.book.checkpoint_folder(run), known)
-    if was_empty is None:
-        _take(turn, run, look())
-    elif run.is_empty > was_empty:
-        run.look = in_thread(look, "look-for-checkpoints")
+    if was_empty is None or run.is_empty > was_empty:
+        known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
+        run.look = in_thread(partial(_look, turn.book.checkpoint_folder(run), known), "look-for-checkpoints")
+
+
+def _end_look(turn: Turn, run: Run) -> None:
     if run.look is not None and run.look.done():
         done, run.look = run.look, None
         _take(turn, run, done.result())
