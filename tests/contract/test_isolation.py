@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.membership.records import Node, Root
 from fallow.core.protocol import Beat, EndAgent, EndNoted, Setup
 from fallow.files import Paths, read_struct
-from fallow.head.api import handler, reports
+from fallow.head.api import reports
 from fallow.head.loop import faults as faults_module
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
@@ -37,7 +36,6 @@ from fallow.model import (
     RunReport,
     RunStatus,
     SampleReport,
-    Snapshot,
 )
 from fallow.store.client import Write
 from head_in_process import Serving, serving
@@ -428,18 +426,3 @@ def test_kinds_of_errors_are_bounded() -> None:
     assert len(found) == MAX_KINDS + 1
     assert sum(error.count for error in found) == 1000
     assert max(len(error.error) for error in found) <= TEXT
-
-
-async def test_who_watches_shares_a_snapshot_and_who_asks_sees_what_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handler, "RECENT_S", 3600.0)
-    async with serving(tmp_path) as head:
-        status = partial(head.control.call, "status", Snapshot)
-        shared = await status(recent=True)
-        made = await head.create()
-        assert await status(recent=True) == shared
-        for seen in (await status(), await status(run=made.run, recent=True)):
-            assert [run.run for run in seen.runs] == [made.run]
-        monkeypatch.setattr(handler, "RECENT_S", 0.0)
-        assert [run.run for run in (await status(recent=True)).runs] == [made.run]

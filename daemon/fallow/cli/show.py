@@ -181,7 +181,7 @@ def show_run(run: RunView, now: float) -> None:
         click.echo(f"\ndeadline {moment(run.deadline_at)}: {_stands(run.ahead_s)}")
     _section(SPEEDS, run.speeds)
     if run.speeds and run.target is not None:
-        click.echo(f"harvested nodes it should have now: {run.target}")
+        click.echo(f"harvested nodes, with those asked for: {run.target}")
     _section(_checkpoint_columns(now), run.checkpoints)
 
 

@@ -113,7 +113,7 @@ class ControlClient:
         """
         seen, limit = 0, RECENT_EVENTS
         while True:
-            snapshot = await self.call("status", Snapshot, recent=True)
+            snapshot = await self.call("status", Snapshot)
             yield snapshot
             if seen < snapshot.last_event and not snapshot.head.store_problem:
                 try:

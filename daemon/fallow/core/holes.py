@@ -4,6 +4,7 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 `squeue -O SchedNodes,StartTime` (set by backfill for jobs that have a reservation) and `scontrol show reservation`.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from math import inf
 
@@ -77,7 +78,7 @@ def find_holes(
     ours: Collection[str] = (),
     whole_nodes: bool = True,
 ) -> list[Hole]:
-    """Idle nodes of the given partitions, longest hole first (open-ended ones before all).
+    """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then what is in few of them.
 
     A node is offered in each of its partitions, one after the other in the order of `partitions`: not everybody may use
     all of them. Parts of nodes come last, one for each type of GPU.
@@ -108,7 +109,12 @@ def find_holes(
             # A node that is planned for we know not what: nobody shows us that job.
             sure = name not in unsure_nodes and not (end is None and "PLANNED" in nodes[name].flags)
             holes.append(Hole(name, partition.partition, length_s, sure, part))
-    return sorted(holes, key=lambda h: (h.part is not None, h.length_s is not None, -(h.length_s or 0.0), h.node))
+    ways = Counter(hole.node for hole in holes)
+
+    def rank(h: Hole) -> tuple[bool, bool, float, int, str]:
+        return h.part is not None, h.length_s is not None, -(h.length_s or 0.0), ways[h.node], h.node
+
+    return sorted(holes, key=rank)
 
 
 def waits(job: JobInfo) -> bool:

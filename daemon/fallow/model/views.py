@@ -210,7 +210,7 @@ class RunView(Struct, frozen=True, kw_only=True):
     speeds: list[SpeedView] = []
     "empty: nothing is known yet"
     target: int | None = None
-    "harvested nodes that it should have, as of the last plan"
+    "harvested nodes that it has and asks for, without those that it gives back, as of the last plan"
     weight: float = 1.0
     deadline_at: float | None = None
     ahead_s: float | None = None

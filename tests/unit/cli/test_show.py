@@ -128,7 +128,7 @@ def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None
         "r1.0 base running 77 gpu n1 01:01:01",
         "1 0.5 measured",
         "4 1.75 foretold",
-        "harvested nodes it should have now: 3",
+        "harvested nodes, with those asked for: 3",
     ):
         assert line.split() in shown
     assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import time
 from collections.abc import Callable
@@ -36,9 +35,6 @@ from fallow.model import (
     UsageReport,
 )
 from fallow.model.bounds import Count, Name, Positive
-
-RECENT_S = 0.4
-"""A snapshot that is as old as this will do for who watches."""
 
 
 class ControlHandler:
@@ -73,8 +69,6 @@ class ControlHandler:
         self._faults = faults
         self._stand_in = stand_in
         self._started = steady()
-        self._recent_at, self._recent = -math.inf, msgspec.Raw()
-        "the last snapshot for those who watch: when it was made, and encoded"
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
         """Answer one control request, in JSON."""
@@ -136,17 +130,7 @@ class ControlHandler:
             owner=await self._calls.owner(),
         )
 
-    async def status(self, run: Name | None = None, recent: bool = False) -> Snapshot | msgspec.Raw:
-        """The head and its runs. `recent`: of all runs, an answer that somebody else was given just now will do."""
-        if run is not None or not recent:
-            return self.snapshot(run)
-        # One for all who watch: that of a large cluster takes the head's loop some milliseconds.
-        at = steady()
-        if at > self._recent_at + RECENT_S:
-            self._recent_at, self._recent = at, msgspec.Raw(msgspec.json.encode(self.snapshot()))
-        return self._recent
-
-    def snapshot(self, run: str | None = None) -> Snapshot:
+    async def status(self, run: Name | None = None) -> Snapshot:
         """The head and its runs, or one of them, as they are now."""
         at, now = steady(), time.time()
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]

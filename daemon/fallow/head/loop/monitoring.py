@@ -16,6 +16,10 @@ from fallow.model import AllocationState, EventRecord, RunStatus
 log = structlog.get_logger("fallow.head")
 
 
+PATIENCE_S = 2.0
+"""So long the head waits, once, for a systemd that takes no messages to hear that it has begun, or that it ends."""
+
+
 class Notifier:
     """Tells systemd how the head is; does nothing where there is no $NOTIFY_SOCKET."""
 
@@ -24,19 +28,21 @@ class Notifier:
         self._address = "\0" + address[1:] if address.startswith("@") else address
 
     def ready(self, status: str) -> None:
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}", PATIENCE_S)
 
     def alive(self, status: str) -> None:
         """Feed the watchdog. Called only after a completed turn of the main loop."""
         self._send(f"WATCHDOG=1\nSTATUS={status}")
 
     def stopping(self) -> None:
-        self._send("STOPPING=1")
+        self._send("STOPPING=1", PATIENCE_S)
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str, wait_s: float = 0.0) -> None:
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            # The queue of a systemd that hangs is full: what comes with each tick must not wait for room there.
+            sender.settimeout(wait_s)
             try:
                 sender.sendto(text.encode(), self._address)
             except OSError:

@@ -152,20 +152,23 @@ class Harvest:
         with turn.apart("plan"):
             self.interval_s = self.neighbours.interval_s(turn.book)
             rules = self.rules(cluster.at, site)
-            self._learn(turn, cluster, rules)
-            self._plan(turn, cluster, rules)
+            partitions = harvestable(cluster, rules)
+            self._learn(turn, cluster, partitions)
+            self._plan(turn, cluster, rules, partitions)
 
-    def _learn(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
+    def _learn(self, turn: Turn, cluster: ClusterState, partitions: Sequence[PartitionInfo]) -> None:
         ours = ((run, a) for run in turn.book.on_slurm for a in run.allocations.values())
         harvest = [(a, run.asks_as(a)) for run, a in ours if a.harvested]
-        names = {p.partition for p in harvestable(cluster, rules)}
+        names = {p.partition for p in partitions}
         for run_id, text in self._learner.take_in(cluster, harvest, names, turn.now):
             turn.record(turn.book.runs[run_id], "backoff", text)
         if turn.at - self._written_at > WRITE_EVERY_S:
             self.note(turn)
 
-    def _plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
-        """Carry out what the planner wants for the next interval."""
+    def _plan(
+        self, turn: Turn, cluster: ClusterState, rules: HarvestRules, partitions: Sequence[PartitionInfo]
+    ) -> None:
+        """Carry out what the planner wants for the next interval. Args: partitions: that may be harvested."""
         runs, known = {run.id: run for run in turn.book.on_slurm}, self.known
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
@@ -195,7 +198,7 @@ class Harvest:
 
         turn.for_each([runs[name] for name in gained], "demand", want)
         live = [a for run in runs.values() for a in run.live_allocations()]
-        demands, external = self._within_limits(turn, runs, live, cluster, demands, rules)
+        demands, external = self._within_limits(turn, runs, live, cluster, demands, partitions)
         live = [a for a in live if a.live]
         known.unstarted = known.unstarted.look(cluster)
         excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
@@ -225,7 +228,7 @@ class Harvest:
         live: Sequence[Allocation],
         cluster: ClusterState,
         demands: Sequence[Demand],
-        rules: HarvestRules,
+        partitions: Sequence[PartitionInfo],
     ) -> tuple[list[Demand], ExternalDemand]:
         """Leave to others what they need of the limits of accounts and QOS.
 
@@ -233,7 +236,7 @@ class Harvest:
             The demands that are left, and what others need with what is given back for such a limit.
         """
         askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
-        qos = {p.qos for p in harvestable(cluster, rules)} - {""}
+        qos = {p.qos for p in partitions} - {""}
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
         waits = yielded(cluster, live, askers, self.owner)
         kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)

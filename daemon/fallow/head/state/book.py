@@ -119,7 +119,7 @@ class Run:
         self.limited_by = ""
         "the job that waits for a limit, because of which nothing is asked for, as of the last plan"
         self.target: int | None = None
-        "harvested nodes that it should have, as of the last plan"
+        "harvested nodes that it has and asks for, without those that it gives back, as of the last plan"
         self.held_back = ""
         "why its base job is not submitted again"
         self.is_empty: bool | None = None

@@ -24,8 +24,8 @@ _FAMILY = re.compile(r"(card|(?:control|sums|node-\d+)/\d+)/\d+")
 _WITHIN_NODE = "node-"
 """Beginning of the families of a group of one node's workers."""
 
-_QUESTION_S = 5.0
-"""Whoever asks who is missing has waited for long already."""
+_QUESTION_S, _QUESTIONS = 1.0, 5
+"""Whoever asks who is missing has waited for long already. It asks again: the agent may have lost its connection."""
 
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.Decoder(dict[str, bytes]).decode
@@ -79,15 +79,17 @@ class AgentGathers:
         """Ask which nodes have not given their part. RuntimeError also means that the head does not answer."""
         with self._changed:
             self._missing.pop(key, None)
-        self._send(Part(generation=self.generation, key=key, part=b""))
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._missing or key in self._answers or self._is_over, _QUESTION_S)
-            self._check()
-            if key in self._answers:
-                return ()
-            if key not in self._missing:
-                raise RuntimeError(f"the head did not say who is missing in generation {self.generation}")
-            return self._missing[key]
+        said = self._missing, self._answers
+        for _ in range(_QUESTIONS):
+            self._send(Part(generation=self.generation, key=key, part=b""))
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over or any(key in some for some in said), _QUESTION_S)
+                self._check()
+                if key in self._answers:
+                    return ()
+                if key in self._missing:
+                    return self._missing[key]
+        raise RuntimeError(f"the head did not say who is missing in generation {self.generation}")
 
     def answer(self, gathered: Gathered) -> None:
         """An answer came."""

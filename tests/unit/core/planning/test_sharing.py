@@ -171,6 +171,16 @@ def test_while_requests_for_nodes_that_help_only_together_may_not_all_be_made_no
         waiting += [request(f"h{i}", 0.0, run="a", minutes=120) for i, _ in enumerate(wishes)]
 
 
+def test_a_request_leaves_nodes_of_several_partitions_to_those_that_have_to_follow_it() -> None:
+    """Under a cap of p, one in p and one in q were asked for and given up as of no use, in turns, for ever."""
+    site, rules = Site(1, 0, both=3), HarvestRules(max_pending=1, partition_nodes={"p": 1})
+    together = Worth(curve(64, least=4))
+    assert places(site, rules, Demand("a", 8, worth=together)) == [("a", "p")]
+    site.give("a", "q")
+    waiting = [*site.mine, request("w", run="a", partition="p", minutes=120)]
+    assert actions(site.cluster(), [Demand("a", 6, worth=together)], waiting, rules) == []
+
+
 def test_of_nodes_that_help_only_together_none_is_asked_for_where_not_all_can_be_had() -> None:
     """Three were asked for, and given back as of no use once there was no fourth."""
     nodes, soon = [node(f"n{i}") for i in range(4)], waits("9", planned_nodes=["n3"], start_at=NOW + 90.0)

@@ -101,6 +101,22 @@ def test_what_one_member_sets_all_get_if_all_ask_or_have_set() -> None:
     assert not stores[0].check(["device/1"])
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_who_is_missing_is_asked_again_where_the_answer_was_lost(is_complete: bool) -> None:
+    """A refusal that names nobody lets the head take the one who refuses for the cause, if that comes three times."""
+    asked = list[Part]()
+
+    def send(part: Part) -> None:
+        asked.append(part)
+        if len(asked) == 2:
+            answer = {"parts": (b"mine", b"theirs")} if is_complete else {"missing": (2,)}
+            gathers.answer(Gathered(generation=part.generation, key=part.key, **answer))
+
+    gathers = AgentGathers(send, GENERATION)
+    assert gathers.missing("card") == (() if is_complete else (2,))
+    assert asked == [Part(generation=GENERATION, key="card", part=b"")] * 2
+
+
 @pytest.mark.parametrize("node", [1, 2])
 def test_a_member_that_does_not_come_is_named_in_the_refusal(node: int) -> None:
     """With the address where the lower rank of the two listens, if that is known."""
