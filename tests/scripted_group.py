@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fallow.core.membership.messages import Peer
+from fallow.core.membership.messages import Outcome, Peer
 from fallow.worker.transport.build import RankMap
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.waits import Interrupted
@@ -52,6 +52,7 @@ class Generation:
         breaks: how it ends; None: as planned, or not at all.
         rollback: its members load the newest checkpoint, as soon as there is one.
         forgotten: members of an earlier generation that count as newcomers.
+        outcome: what a lost member of the one before has told the head of its joint calls.
         workers_per_node: those whose letters follow each other are on one node: a and b, c and d.
     """
 
@@ -60,6 +61,7 @@ class Generation:
     breaks: Break | None = None
     rollback: bool = False
     forgotten: Collection[str] = ()
+    outcome: Outcome | None = None
     workers_per_node: int = 1
 
     def node(self, name: str) -> str:

@@ -19,7 +19,7 @@ from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
 from fallow.worker.session.news import HeadNews
-from fallow.worker.session.orders import Dismissed, Orders, OthersEnded
+from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.build import Upcoming
 from fallow.worker.transport.group import Connections, Group
@@ -47,6 +47,7 @@ class ScriptedSession:
         self.news.take(News(term=1, joins=not world.is_first(worker)))
         self.orders = _Orders(self, world)
         self.groups = Groups("", None)
+        self._offered: Upcoming | None = None
 
     def say(self, **facts: Any) -> None:
         for name, value in facts.items():
@@ -75,7 +76,11 @@ class ScriptedSession:
 
     def await_commit(self, meanwhile: Callable[[], bool], answers: Callable[[Upcoming], bool]) -> Upcoming:
         meanwhile()
-        return self._world.next_generation(self)
+        upcoming, self._offered = self._offered or self._world.next_generation(self), None
+        if upcoming.plan.outcome is not None and answers(upcoming):
+            self._offered = upcoming
+            raise Answered(upcoming.plan.outcome)
+        return upcoming
 
 
 class _Orders(Orders):
@@ -147,6 +152,7 @@ class World:
             suspends=not plan.members,
             interrupt=plan.at_step is None,
             timeout_s=DEADLINE_S,
+            outcome=plan.outcome,
             checkpoints=tuple(one.path for one in self.checkpoints[-1:]) if plan.rollback else (),
         )
         if planned.leave:

@@ -348,15 +348,6 @@ class Run:
                 "init_process_group and what needs it out. backward() sums gradients by itself; use run.rank and "
                 "run.size, run.mean(x) for a metric, run.barrier() for a barrier"
             )
-        if not isinstance(error, AttributeError):
-            return ""
-        if error.name in ("module", "no_sync") and any(error.obj is module for module in self._prepared.modules):
-            return (
-                "run.prepare gives back the model itself and no wrapper, so there is no .module to take; nor is there "
-                "a no_sync(): gradients are summed once in each step, over all of its bodies"
-            )
-        if error.name in ("sampler", "set_epoch") and isinstance(error.obj, Source):
-            return "Leave set_epoch out: the order of samples is another one in each epoch by itself"
         return ""
 
     def _ends_at_once(self) -> bool:

@@ -43,16 +43,19 @@ def seed_everything(seed: int, own: Sequence[Any] = ()) -> None:
 @contextmanager
 def kept(own: Sequence[Any] = ()) -> Iterator[None]:
     """Put all generators that `seed_everything` seeds back afterwards; those of devices if they are in use."""
-    devices = _devices()
-    used = range(devices.device_count()) if devices is not None and devices.is_initialized() else ()
     numpy: Any = sys.modules.get("numpy")
-    restorers = [_restorer(generator) for generator in (random, *([numpy.random] if numpy else []), *own)]
-    with torch.random.fork_rng(used):
-        try:
-            yield
-        finally:
-            for restore in restorers:
-                restore()
+    common = (random, torch.default_generator, *([numpy.random] if numpy else []))
+    restorers = [_restorer(generator) for generator in (*common, *own)]
+    devices = _devices()
+    if devices is not None and devices.is_initialized():
+        # Not by `torch.random.fork_rng`: that of older versions of torch takes CUDA for every accelerator.
+        states = map(devices.get_rng_state, range(devices.device_count()))
+        restorers += [functools.partial(devices.set_rng_state, state, n) for n, state in enumerate(states)]
+    try:
+        yield
+    finally:
+        for restore in restorers:
+            restore()
 
 
 def _devices() -> ModuleType | None:

@@ -28,6 +28,10 @@ from torch.distributed import DistStoreError
 
 from fallow.wire.address import listen
 
+VERSION = 1
+"""Of all that members send each other behind their cards: on lines, in exchanges, and a state's form. Each change there
+raises it, since only members of one version understand each other."""
+
 DONORS = 4
 """More donors at once than this do not make the transfer faster."""
 
@@ -43,16 +47,23 @@ _HELLO = struct.Struct("<H16sI")
 """The beginning of the caller's packet: bytes of the packet, token of the member called, and rank of the caller. The
 answer begins with its length, too."""
 
+_UNLIKE = "one of the two exchanges data in version {}, the other in {}; have one version of Fallow on all nodes"
+
 _LARGEST_PACKET = (1 << 16) - 1
 _BACKLOG = 64
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Where a member listens."""
+    """Where a member listens, and what it understands.
+
+    Its form stays, and so does the way in which members exchange cards, so that each can name one of another version.
+    """
 
     address: str
     port: int
     token: bytes
+    version: int = 0
+    "see `VERSION`"
 
     @property
     def endpoint(self) -> str:
@@ -87,7 +98,7 @@ class Streams:
         self._rank = rank
         self._size = size
         self._listener = listen(address, ports, backlog=max(_BACKLOG, size))
-        self.card = Card(address, self._listener.getsockname()[1], secrets.token_bytes(16))
+        self.card = Card(address, self._listener.getsockname()[1], secrets.token_bytes(16), VERSION)
         self.cards: dict[int, Card] = {}
         "of all members, by rank"
         self._changed = threading.Condition()
@@ -104,14 +115,15 @@ class Streams:
     # ------------------------------------------------------------------------------------------------ to meet
 
     def meet(self, store: Store, timeout_s: float) -> dict[int, str]:
-        """Exchange cards through the store, and then a full packet each way with every other member.
+        """Exchange cards through the store, and then a full packet each way with every other member of this version.
 
         Args:
             store: rendezvous, private to the generation.
             timeout_s: seconds until a member that has not come by then is taken for unreachable.
 
         Returns:
-            The ranks with whom it failed -> ADDRESS:PORT to which the connection was to lead; empty: not known.
+            The ranks with whom it failed -> ADDRESS:PORT to which the connection was to lead, and their version if that
+            is the reason; empty: not known.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -123,11 +135,12 @@ class Streams:
             cards = (store.get(f"card/{rank}") for rank in range(self._size))
             self.cards = {rank: msgspec.json.decode(card, type=Card) for rank, card in enumerate(cards)}
             left_s = min(EXCHANGE_S, max(0.0, end - time.monotonic()))
-            for other in range(self._rank):
+            alike = {rank for rank, card in self.cards.items() if card.version == VERSION}
+            for other in alike.intersection(range(self._rank)):
                 self._run(self._reach, other, left_s)
             with self._changed:
-                self._changed.wait_for(lambda: len(self._reached) == self._size, left_s)
-                absent = sorted(self.cards.keys() - self._reached)
+                self._changed.wait_for(lambda: self._reached >= alike, left_s)
+                absent = sorted(self.cards.keys() - (alike & self._reached))
         return {other: self._endpoint_for(other) for other in absent if other != self._rank}
 
     def _await_cards(self, store: Store, timeout_s: float) -> list[int]:
@@ -144,8 +157,13 @@ class Streams:
 
     def _endpoint_for(self, other: int) -> str:
         """Where the line to another member leads: the lower rank of two listens."""
-        card = self.card if other > self._rank else self.cards.get(other)
-        return "" if card is None else card.endpoint
+        theirs = self.cards.get(other)
+        card = self.card if other > self._rank else theirs
+        if card is None:
+            return ""
+        if theirs is None or theirs.version == VERSION:
+            return card.endpoint
+        return f"{card.endpoint}: {_UNLIKE.format(*sorted((theirs.version, VERSION)))}"
 
     def _reach(self, other: int, timeout_s: float) -> None:
         with contextlib.suppress(OSError):

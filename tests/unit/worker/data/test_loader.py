@@ -329,3 +329,35 @@ def test_a_seed_fixes_all_generators_each_gives_other_numbers_and_they_are_put_b
         rng.seed_everything(2, own)
         raise ZeroDivisionError
     assert [*drawn(), *map(draw, own)] == found[0]
+
+
+class Accelerator:
+    """In the place of a module of torch such as `torch.xpu`, with two devices."""
+
+    def __init__(self) -> None:
+        self.states = [1, 2]
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.states = [seed] * len(self.states)
+
+    def get_rng_state(self, device: int) -> int:
+        return self.states[device]
+
+    def set_rng_state(self, state: int, device: int) -> None:
+        self.states[device] = state
+
+
+def test_generators_of_an_accelerator_other_than_cudas_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind=None: torch.cuda if kind == "cuda" else accelerator)
+    with rng.kept():
+        rng.seed_everything(3)
+        assert accelerator.states == [3, 3]
+    assert accelerator.states == [1, 2]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from fallow.core.membership.messages import Outcome
 from fallow.worker.api.run import Run
 from fallow.worker.handover import supply
 from fallow.worker.loop.generations import Released
@@ -193,6 +194,23 @@ def test_workers_of_one_node_conclude_each_step_in_the_same_generation() -> None
         first, second = concluded_in(wait, 1)
         unlike += first != second
     assert unlike, "else it proves nothing"
+
+
+def test_who_hears_from_the_head_what_a_lost_member_had_heard_goes_on_with_that() -> None:
+    """In the next generation, where it is alone, the mean would be another one."""
+    heard = Outcome(generation=1, agreed=2, answer=41.5)  # of the first step's inner loop and of the mean behind it
+    _, found = history(Generation("ab", breaks=Break(6, "b", "b")), Generation("a", outcome=heard))
+    assert isinstance(found["b"], Killed)
+    assert found["a"].acted == list(range(STEPS))
+    assert found["a"].joint == [41.5, *undisturbed("usual").joint[1:]]
+
+
+def test_who_waits_for_scripts_that_have_ended_gets_what_their_last_call_gave() -> None:
+    """The first exchange is a wait, four are in a step, one is in each mean and at the end of the loop."""
+    last = 1 + 5 * STEPS + 1 + 1
+    _, found = history(Generation("ab", breaks=Break(last, "b")), Generation("ab"))
+    check(found, {})
+    assert found["a"].joint[-1] == 7.0
 
 
 class Stream(IterableDataset[Any]):

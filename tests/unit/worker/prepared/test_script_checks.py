@@ -11,7 +11,7 @@ from torch import distributed, nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.api.run import init
-from small_training import Script, alone, net
+from small_training import Script, alone
 
 
 def weights_inside(script: Script, _: Any) -> None:
@@ -266,20 +266,3 @@ def test_who_looks_for_a_process_group_is_told_what_to_write_instead(monkeypatch
             lookout()
         assert "run.mean(x)" in alone()._advice(caught.value)
     assert alone()._advice(ValueError("a sample is broken")) == ""
-
-
-def test_what_scripts_for_other_runtimes_ask_for_is_answered_with_what_to_leave_out() -> None:
-    script = Script().prepare()
-    for ask, words in (
-        (lambda: script.model.module.state_dict(), "no wrapper"),
-        (lambda: script.model.no_sync(), "summed once in each step"),
-        (lambda: script.loader.sampler.set_epoch(1), "Leave set_epoch out"),
-        (lambda: script.loader.set_epoch(1), "Leave set_epoch out"),
-        (lambda: script.model.head, ""),
-        (lambda: net().module, ""),
-    ):
-        with pytest.raises(AttributeError) as caught:
-            ask()
-        advice = script.run._advice(caught.value)
-        assert words in advice
-        assert bool(words) == bool(advice)

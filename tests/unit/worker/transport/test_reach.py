@@ -1,6 +1,8 @@
 """Who reaches whom, over real sockets and a store in memory."""
 
 import errno
+import hashlib
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -13,8 +15,18 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore
 
+from fallow.worker.handover import pieces, supply
+from fallow.worker.handover.supply import Outline
+from fallow.worker.loop import exchange
+from fallow.worker.loop.exchange import Call, Opening, Outcome, Part
+from fallow.worker.loop.place import Position
+from fallow.worker.prepared.state import TensorSpec
+from fallow.worker.reduction.buckets import Sums
 from fallow.worker.transport import stream
 from fallow.worker.transport.stream import Card, Streams
+
+FORMS = {1: "15116f7cead13dfc"}
+"""Version -> sum of the form of what members exchange."""
 
 
 def meet(store: HashStore, ranks: list[int], size: int, timeout_s: float) -> dict[int, dict[int, str]]:
@@ -34,7 +46,7 @@ def publish(store: HashStore, rank: int, card: Card) -> None:
 
 
 def card_of(listener: socket.socket) -> Card:
-    return Card("127.0.0.1", listener.getsockname()[1], bytes(16))
+    return Card("127.0.0.1", listener.getsockname()[1], bytes(16), stream.VERSION)
 
 
 @pytest.fixture
@@ -72,6 +84,40 @@ def test_one_that_does_not_answer_is_named_by_all(mute: socket.socket) -> None:
     lost = {0: card.endpoint}
     # The two have `EXCHANGE_S` to reach each other.
     assert meet(store, [1, 2], 3, 60.0) == {1: lost, 2: lost}
+
+
+def test_one_that_exchanges_data_in_another_version_is_named_at_once(
+    mute: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is sent to it, nor is it waited for. The others reach each other."""
+    monkeypatch.setattr(stream, "EXCHANGE_S", 120.0)
+    store, began = HashStore(), time.monotonic()
+    card = msgspec.structs.replace(card_of(mute), version=stream.VERSION + 1)
+    publish(store, 0, card)
+    for lost in meet(store, [1, 2], 3, 240.0).values():
+        assert list(lost) == [0]
+        assert lost[0].startswith(card.endpoint)
+        assert f"in version {stream.VERSION}, the other in {card.version};" in lost[0]
+        assert "one version of Fallow on all nodes" in lost[0]
+    assert time.monotonic() - began < 120
+    mute.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        mute.accept()
+
+
+def form() -> str:
+    """What members exchange, as far as types and layouts tell it."""
+    structs = (Part, Outcome, Sums, Outline, TensorSpec, Position)
+    told = [[(field.name, str(field.type)) for field in msgspec.structs.fields(kind)] for kind in structs]
+    tuples = [list(Opening.__annotations__.items()), list(Call.__annotations__.items())]
+    frames = [frame.format for frame in (stream._HELLO, exchange._FORM, supply.ASK, supply.HEAD)]
+    text = re.sub(r"<class '([^']*)'>", r"\1", repr([told, tuples, frames, len(supply.PARTS), pieces.CHUNK]))
+    return re.sub(r"fallow\.[\w.]*\.", "", text)  # its module may be another one
+
+
+def test_what_members_exchange_has_the_form_of_its_version() -> None:
+    """For another form: raise `stream.VERSION`, and write the form's sum here."""
+    assert hashlib.sha256(form().encode()).hexdigest()[:16] == FORMS[stream.VERSION], form()
 
 
 def test_whoever_does_not_know_the_token_is_nobody(mute: socket.socket) -> None:
