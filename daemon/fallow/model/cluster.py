@@ -81,7 +81,6 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     required_nodes: list[str] = []
     excluded_nodes: list[str] = []
     "empty where the client does not say: squeue has no field for it before 24.05"
-    dependency: str = ""
     eligible_at: float | None = None
     "before that it cannot start (--begin); None while it waits for a dependency"
     reservation: str = ""

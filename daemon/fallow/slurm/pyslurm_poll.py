@@ -158,7 +158,6 @@ def job(found: Any) -> dict[str, str]:
         "QOS": found.qos or "",
         "Reservation": found.reservation or "",
         "Feature": ",".join(found.constraints or ()),
-        "Dependency": _dependency(found.dependencies),
         "Licenses": ",".join(found.licenses or ()),
         "ArrayJobID": _number(found.array_id),
         "ArrayTaskID": _array_tasks(found),
@@ -287,13 +286,6 @@ def _gpus_of_tres(tres: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gres(value: Mapping[str, Any] | None) -> str:
     return ",".join(f"{name}:{number}" for name, number in (value or {}).items())
-
-
-def _dependency(value: Mapping[str, Any] | None) -> str:
-    """`afterok:12,singleton` of what pyslurm has taken apart."""
-    found = value or {}
-    words = [f"{kind}:{':'.join(map(str, jobs))}" for kind, jobs in found.items() if isinstance(jobs, list) and jobs]
-    return ",".join([*words, "singleton"] if found.get("singleton") else words)
 
 
 def _array_tasks(found: Any) -> str:
