@@ -72,6 +72,9 @@ def main(slurm: str, fallow: str) -> int:
     if unsuited := _unsuited(pyslurm.__version__, slurm):
         sys.stderr.write(unsuited)
         return Exit.CONFIG
+    # The asker waits for slurmctld from now on, and no longer for us to begin.
+    answer.write(b"\n")
+    answer.flush()
     began = time.monotonic()
     try:
         state = poll(pyslurm)
