@@ -1,5 +1,7 @@
 """What Slurm says (filled by a Slurm client, read by the core), and what it is asked for."""
 
+import re
+
 from fallow.model.base import Struct
 
 
@@ -195,6 +197,12 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "plugin that adds to priorities what it likes; empty: none"
     select_type: str = ""
     "select/cons_tres and select/cons_res share nodes between jobs, select/linear never does"
+
+
+def slurm_release(text: str) -> tuple[int, ...]:
+    """The release that a text names, of Slurm or of pyslurm: (22, 5) of `slurm-wlm 22.05.8`; empty: it names none."""
+    found = re.search(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 class JobRequest(Struct, frozen=True, kw_only=True):

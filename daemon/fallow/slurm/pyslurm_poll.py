@@ -11,7 +11,6 @@ The objects are Cython's and may be absent here, so they are `Any`.
 """
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 
 from fallow import __version__
-from fallow.model import ClusterState, Exit
+from fallow.model import ClusterState, Exit, slurm_release
 from fallow.slurm import parse
 from fallow.slurm.state import cluster_state, user_name
 
@@ -88,18 +87,13 @@ def main(slurm: str, fallow: str) -> int:
 
 def _unsuited(version: str, cluster: str) -> str:
     """Why this pyslurm cannot be used with Slurm of that version; empty: it can."""
-    own, its = _release(version), _release(cluster)
+    own, its = slurm_release(version), slurm_release(cluster)
     if own < OLDEST:
         return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
     if own != its:
         wanted = f"Slurm {its[0]}.{its[1]:02}" if its else "an unknown version of Slurm"
         return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {wanted}"
     return ""
-
-
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, match.groups())) if match else ()
 
 
 def poll(pyslurm: Any) -> ClusterState:
