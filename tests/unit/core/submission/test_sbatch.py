@@ -240,6 +240,8 @@ def test_sbatchs_environment_gives_way_in_later_components_too() -> None:
     made = planned(["job.sh"], script, SBATCH_MEM_PER_NODE="7")
     assert made.spec.sbatch_options == ["--nodes=1", "--mem=7", ":", "--mem-per-cpu=5"]
     assert made.options("t", {}).count("--comment=t") == 2
+    made = planned(["job.sh"], "#!/bin/sh\n#SBATCH --mem=7\n#SBATCH hetjob\n#SBATCH -N1\nx\n", SBATCH_MEM_PER_CPU="5")
+    assert made.spec.sbatch_options == ["--mem=7", ":", "--mem=7", "--nodes=1"]
 
 
 def test_what_a_later_component_of_the_command_line_says_of_the_whole_job_holds_for_earlier_ones() -> None:
