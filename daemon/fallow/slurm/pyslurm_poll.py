@@ -158,6 +158,7 @@ def job(found: Any) -> dict[str, str]:
         "Licenses": ",".join(found.licenses or ()),
         "ArrayJobID": _number(found.array_id),
         "ArrayTaskID": _array_tasks(found),
+        "RestartCnt": _number(found.requeue_count),
         "Reason": _text(lambda: found.state_reason),
         "Name": _text(lambda: found.name),
         "Comment": _text(lambda: found.comment),

@@ -34,6 +34,7 @@ JOB = dict.fromkeys(NOTHING.split()) | {
     "gres_per_node": {"gres/gpu": 1},
     "requested_tres": SimpleNamespace(mem=SimpleNamespace(count=4000), gres={}),
     "resource_sharing": "NO",
+    "requeue_count": 1,
     "excluded_nodes": "n[3-4]",
 }
 NODE = {
@@ -60,7 +61,10 @@ def job_of(**changes: object) -> SimpleNamespace:
 
 
 def test_a_pending_component() -> None:
-    job = parse.job(pyslurm_poll.job(job_of()))
+    row = pyslurm_poll.job(job_of())
+    assert set(parse.JOB_FIELDS) - set(row) == {"Exclusive"}, "came with Slurm 26.05"
+    job = parse.job(row)
+    assert job.restarts == 1
     assert (job.job_id, job.het_job_id, job.user, job.state) == ("7", "7", user_name(os.getuid()), "PENDING")
     assert (job.nodes, job.planned_nodes, job.excluded_nodes) == ([], ["n1", "n2"], ["n3", "n4"])
     assert (job.start_at, job.end_at, job.time_limit_s) == (1795281555.0, 1795282155.0, 600.0)
