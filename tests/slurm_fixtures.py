@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fallow.model import FallowError, JobRequest
+from fallow.model import FallowError, JobRequest, slurm_release
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.host import check_commands, parse_version, slurm_version
+from fallow.testbed.host import check_commands, slurm_version
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def pyslurm_installed(slurm_installed: None) -> None:
         pytest.skip("pyslurm is not installed; it must be built against this host's Slurm")
     here = slurm_version()
     built_for = importlib.metadata.version("pyslurm")
-    if parse_version(built_for) != here:
+    if slurm_release(built_for) != here:
         pytest.skip(f"pyslurm {built_for} is for another version of Slurm than {here}")
 
 

@@ -36,6 +36,8 @@ def behave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)
     monkeypatch.setenv("PYSLURM_STUB", str(tmp_path / "stub.json"))
+    # Python may take long to start beside other work.
+    monkeypatch.setattr("fallow.slurm.pyslurm_client.BEGIN_S", 60.0)
 
     def say(**how: object) -> None:
         (tmp_path / "stub.json").write_text(json.dumps(how))
@@ -140,6 +142,19 @@ async def test_a_hanging_pyslurm_is_told_of_at_the_deadline(behave: Callable[...
     with pytest.raises(SlurmUnavailable, match="no answer within 2 s"):
         await nodes(client)
     assert await nodes(client) == ["from-scontrol"], "the commands are asked for a while"
+
+
+async def test_the_commands_answer_the_poll_of_a_pyslurm_that_does_not_begin(
+    client: PyslurmClient, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fallow.slurm.pyslurm_client.BEGIN_S", 0.1)
+    behave(stuck=1)
+    assert await nodes(client) == ["from-scontrol"]
+    assert "did not begin within 0.1 s; tried again in 5 s" in client.backend
+    assert client.start_s >= 0.1, "slurmctld was not asked in this time"
+    insisting = PyslurmClient(insist=True, query_timeout_s=2.0)
+    with pytest.raises(SlurmUnavailable, match="no answer within 2 s"):
+        await nodes(insisting)
 
 
 async def test_a_command_whose_call_is_broken_off_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -10,6 +10,11 @@ import pytest
 
 from fallow.cli.sbatch_call import look_up
 from fallow.core.neighbour.permission import nice_for
+from fallow.core.submission.prepare import plan
+from fallow.core.submission.sbatch import base_options, said_later
+from fallow.core.submission.sbatch_line import split
+from fallow.core.submission.script import parse_script, with_directives
+from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitUnknown
 from fallow.testbed.cluster import Testbed
@@ -80,6 +85,23 @@ async def test_components_of_a_heterogeneous_job_have_ids_of_their_own_and_the_l
     assert {job.job_id for job in jobs} == {job_id, str(int(job_id) + 1)}
     monkeypatch.setenv("SLURM_CONF", str(testbed.conf))
     assert await asyncio.to_thread(look_up, "r.0") == job_id
+
+
+async def test_what_a_later_component_alone_says_of_the_whole_job_is_its_own_when_the_job_is_submitted_again(
+    testbed: Testbed, tmp_path: Path
+) -> None:
+    client = CliClient(testbed.conf)
+    text = "#!/bin/sh\n#SBATCH -N1 --hold\n#SBATCH hetjob\n#SBATCH '--chdir=/a b' --time=7 --mem=100\nx\n"
+    made = plan(split(["job.sh"]), parse_script(text, "job.sh"), environ={}, cwd="/", umask=0o22, now=time.time())
+    later = said_later(made.spec)
+    options = base_options(made.spec.sbatch_options, token="fallow-h", exported={}, by_script=later)
+    request = JobRequest(token="fallow-h", options=options, script=with_directives(text, later), cwd=str(tmp_path))
+    job_id = await client.submit(request)
+    jobs = {job.job_id: job for job in await client.own_jobs() if job.name == "fallow-h"}
+    leader, other = jobs[job_id], jobs[str(int(job_id) + 1)]
+    assert (leader.time_limit_s, other.time_limit_s) == (600.0, 420.0)
+    assert leader.memory_mb_per_node != 100 and other.memory_mb_per_node == 100
+    assert leader.reason != "JobHeldUser"
 
 
 async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Testbed) -> None:

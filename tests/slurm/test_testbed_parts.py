@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fallow.model import FallowError
+from fallow.model import FallowError, slurm_release
 from fallow.testbed import registry
 from fallow.testbed.conf import Layout, Profile, cgroup_conf, gres_conf, slurm_conf
-from fallow.testbed.host import clean_environment, free_ports, parse_version, reserved_ports
+from fallow.testbed.host import clean_environment, free_ports, reserved_ports
 
 
 def layout(place: Path = Path("/t"), **fields: object) -> Layout:
@@ -65,8 +65,9 @@ def test_configuration_follows_the_layout() -> None:
     assert "Port=20001 " in text and "gpu" not in text and "Preempt" not in text and "scavenge" not in text
     assert gres_conf(small) == ""
     assert "File=/t/gpu0\n" in gres_conf(layout(gpus=1))
-    assert parse_version("slurm-wlm 22.05.8") == (22, 5)
-    assert "CgroupPlugin=disabled" in cgroup_conf(parse_version("slurm 25.11.0-0rc1\n"))
+    assert slurm_release("slurm-wlm 22.05.8") == (22, 5)
+    assert slurm_release("slurm 25.11.0-0rc1\n") == (25, 11)
+    assert "CgroupPlugin=disabled" in cgroup_conf((25, 11))
     assert "CgroupPlugin" not in cgroup_conf((23, 2))
 
 

@@ -6,7 +6,6 @@ return when the run is finished; the others end their job here, so that the line
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from fallow.agent.launch import under_torchrun
 from fallow.cli.common import restart_option, say
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, read_struct
-from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunReport, RunStatus
+from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunReport, RunStatus, slurm_release
 
 SCANCEL_S = 30.0
 SIGNAL_S = 2.0
@@ -200,8 +199,7 @@ def requeue_if_preempted(job: str) -> bool:
         told = dict(word.partition("=")[::2] for word in _scontrol("show", "job", "--oneliner", job).stdout.split())
         preempted = told.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
         if told.get("JobState") == "RUNNING" and told.get("Requeue") == "1" and preempted:
-            version = re.search(r"(\d+)\.(\d+)", _scontrol("--version").stdout)
-            by_itself = version is not None and tuple(map(int, version.groups())) >= _REQUEUES_ENDED_SCRIPTS
+            by_itself = slurm_release(_scontrol("--version").stdout) >= _REQUEUES_ENDED_SCRIPTS
             return by_itself or _scontrol("requeue", job).returncode == 0
     except (OSError, subprocess.SubprocessError) as error:
         say(f"job {job}: Slurm does not say whether it is preempted ({error}); the head requests another one")

@@ -1,5 +1,7 @@
 """What Slurm says (filled by a Slurm client, read by the core), and what it is asked for."""
 
+import re
+
 from fallow.model.base import Struct
 
 
@@ -81,7 +83,6 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     required_nodes: list[str] = []
     excluded_nodes: list[str] = []
     "empty where the client does not say: squeue has no field for it before 24.05"
-    dependency: str = ""
     eligible_at: float | None = None
     "before that it cannot start (--begin); None while it waits for a dependency"
     reservation: str = ""
@@ -196,6 +197,12 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "plugin that adds to priorities what it likes; empty: none"
     select_type: str = ""
     "select/cons_tres and select/cons_res share nodes between jobs, select/linear never does"
+
+
+def slurm_release(text: str) -> tuple[int, ...]:
+    """The release that a text names, of Slurm or of pyslurm: (22, 5) of `slurm-wlm 22.05.8`; empty: it names none."""
+    found = re.search(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 class JobRequest(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,9 @@ _FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "
 NO_FOLDER = 125
 "Exit code of env(1) where it cannot do what it is asked to."
 
+NOT_BEGUN = 126
+"Exit code of shells for a command that cannot be run; here for one that did not begin in time."
+
 
 @dataclass(frozen=True)
 class Done:
@@ -56,10 +59,12 @@ async def run(
     stdin: str = "",
     cwd: Path | None = None,
     umask: int = -1,
+    begin_s: float | None = None,
 ) -> Done:
     """Run a command to its end or kill it, with all its children, at the deadline or when we are cancelled.
 
-    `OSError` passes through when the command cannot be started. Its code is `NO_FOLDER` where `cwd` cannot be entered.
+    `OSError` passes through when the command cannot be started. Its code is `NO_FOLDER` where `cwd` cannot be entered,
+    and `NOT_BEGUN` where it had to write a line, which is thrown away, within `begin_s` and has not.
     """
     # Found on *our* PATH: a job's captured one is for the job, and exec would search that.
     command = shutil.which(argv[0])
@@ -80,6 +85,8 @@ async def run(
     )
     try:
         async with asyncio.timeout(timeout_s):
+            if begin_s is not None and not await _begins(process, begin_s):
+                return Done(NOT_BEGUN, "", f"it did not begin within {begin_s:g} s")
             output, errors = await process.communicate(stdin.encode())
     except TimeoutError:
         return Done(None, "", f"no answer within {timeout_s:g} s")
@@ -89,3 +96,13 @@ async def run(
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return Done(process.returncode, output.decode(errors="replace"), errors.decode(errors="replace"))
+
+
+async def _begins(process: asyncio.subprocess.Process, within_s: float) -> bool:
+    """Take a process's first line; False: it has written none in time, and has not ended."""
+    assert process.stdout is not None
+    try:
+        await asyncio.wait_for(process.stdout.readline(), within_s)
+    except TimeoutError:
+        return False
+    return True

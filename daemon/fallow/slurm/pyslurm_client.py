@@ -26,6 +26,8 @@ from fallow.slurm.pyslurm_poll import Polled
 from fallow.slurm.state import on_our_clock
 
 RETRY_S, RETRY_MAX_S = 5.0, 300.0
+BEGIN_S = 5.0
+"""A process that has not imported pyslurm after so long is given up, unless nobody else may answer the poll."""
 
 
 def slurm_client(setting: Literal["auto", "cli", "pyslurm"]) -> SlurmClient:
@@ -94,7 +96,12 @@ class PyslurmClient(CliClient):
         command = [sys.executable, "-Pm", "fallow.slurm.pyslurm_poll", self._version or "", __version__]
         began = time.monotonic()
         try:
-            done = await run(command, environment=query_environment(self.conf), timeout_s=self._query_timeout_s)
+            done = await run(
+                command,
+                environment=query_environment(self.conf),
+                timeout_s=self._query_timeout_s,
+                begin_s=None if self._insist else BEGIN_S,
+            )
             if done.code == 0:
                 polled = await asyncio.to_thread(msgspec.json.decode, done.stdout, type=Polled)
                 self._failures, self.backend = 0, f"pyslurm {polled.version}"
@@ -102,7 +109,7 @@ class PyslurmClient(CliClient):
                 return polled.state
         except (OSError, msgspec.MsgspecError) as error:
             done = Done(Exit.SOFTWARE, "", str(error))
-        reason = _last_words(done)
+        reason, self.start_s = _last_words(done), time.monotonic() - began
         if done.code == Exit.CONFIG:
             self._not_before = float("inf")  # until the cluster has another version
             self.backend = f"command line ({reason})"

@@ -11,7 +11,6 @@ The objects are Cython's and may be absent here, so they are `Any`.
 """
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 
 from fallow import __version__
-from fallow.model import ClusterState, Exit
+from fallow.model import ClusterState, Exit, slurm_release
 from fallow.slurm import parse
 from fallow.slurm.state import cluster_state, user_name
 
@@ -72,6 +71,9 @@ def main(slurm: str, fallow: str) -> int:
     if unsuited := _unsuited(pyslurm.__version__, slurm):
         sys.stderr.write(unsuited)
         return Exit.CONFIG
+    # The asker waits for slurmctld from now on, and no longer for us to begin.
+    answer.write(b"\n")
+    answer.flush()
     began = time.monotonic()
     try:
         state = poll(pyslurm)
@@ -85,18 +87,13 @@ def main(slurm: str, fallow: str) -> int:
 
 def _unsuited(version: str, cluster: str) -> str:
     """Why this pyslurm cannot be used with Slurm of that version; empty: it can."""
-    own, its = _release(version), _release(cluster)
+    own, its = slurm_release(version), slurm_release(cluster)
     if own < OLDEST:
         return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
     if own != its:
         wanted = f"Slurm {its[0]}.{its[1]:02}" if its else "an unknown version of Slurm"
         return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {wanted}"
     return ""
-
-
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, match.groups())) if match else ()
 
 
 def poll(pyslurm: Any) -> ClusterState:
@@ -158,10 +155,10 @@ def job(found: Any) -> dict[str, str]:
         "QOS": found.qos or "",
         "Reservation": found.reservation or "",
         "Feature": ",".join(found.constraints or ()),
-        "Dependency": _dependency(found.dependencies),
         "Licenses": ",".join(found.licenses or ()),
         "ArrayJobID": _number(found.array_id),
         "ArrayTaskID": _array_tasks(found),
+        "RestartCnt": _number(found.requeue_count),
         "Reason": _text(lambda: found.state_reason),
         "Name": _text(lambda: found.name),
         "Comment": _text(lambda: found.comment),
@@ -287,13 +284,6 @@ def _gpus_of_tres(tres: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gres(value: Mapping[str, Any] | None) -> str:
     return ",".join(f"{name}:{number}" for name, number in (value or {}).items())
-
-
-def _dependency(value: Mapping[str, Any] | None) -> str:
-    """`afterok:12,singleton` of what pyslurm has taken apart."""
-    found = value or {}
-    words = [f"{kind}:{':'.join(map(str, jobs))}" for kind, jobs in found.items() if isinstance(jobs, list) and jobs]
-    return ",".join([*words, "singleton"] if found.get("singleton") else words)
 
 
 def _array_tasks(found: Any) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, slurm_release
 from fallow.slurm.process import job_environment
 
 MARK = "FALLOW_TESTBED"
@@ -48,15 +47,10 @@ def slurm_version() -> tuple[int, int]:
     """Major and minor of the Slurm that is installed, e.g. (22, 5)."""
     argv, environment = ["slurmctld", "-V"], {**os.environ, "PATH": _path()}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    return parse_version(done.stdout + done.stderr)
-
-
-def parse_version(text: str) -> tuple[int, int]:
-    """(22, 5) of `slurm-wlm 22.05.8`, what `slurmctld -V` prints."""
-    match = re.search(r"(\d+)\.(\d+)", text)
-    if match is None:
-        raise FallowError(f"testbed: cannot read Slurm's version in {text.strip()!r}", Exit.UNAVAILABLE)
-    return int(match[1]), int(match[2])
+    said = done.stdout + done.stderr
+    if not (release := slurm_release(said)):
+        raise FallowError(f"testbed: cannot read Slurm's version in {said.strip()!r}", Exit.UNAVAILABLE)
+    return release[0], release[1]
 
 
 def check_host_name() -> None:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 _BEHAVIOUR = json.loads(Path(os.environ["PYSLURM_STUB"]).read_text())
 __version__ = _BEHAVIOUR.get("version", "25.11.2")
 
+if "stuck" in _BEHAVIOUR:
+    time.sleep(60)
 if "exit" in _BEHAVIOUR:
     print("pyslurm: fatal: Could not establish a configuration source", file=sys.stderr, flush=True)
     os._exit(1)

@@ -34,8 +34,8 @@ JOB = dict.fromkeys(NOTHING.split()) | {
     "gres_per_node": {"gres/gpu": 1},
     "requested_tres": SimpleNamespace(mem=SimpleNamespace(count=4000), gres={}),
     "resource_sharing": "NO",
+    "requeue_count": 1,
     "excluded_nodes": "n[3-4]",
-    "dependencies": {"after": [], "afterok": ["1(unfulfilled)"], "singleton": True, "satisfy": "all"},
 }
 NODE = {
     "name": "n2",
@@ -61,16 +61,19 @@ def job_of(**changes: object) -> SimpleNamespace:
 
 
 def test_a_pending_component() -> None:
-    job = parse.job(pyslurm_poll.job(job_of()))
+    row = pyslurm_poll.job(job_of())
+    assert set(parse.JOB_FIELDS) - set(row) == {"Exclusive"}, "came with Slurm 26.05"
+    job = parse.job(row)
+    assert job.restarts == 1
     assert (job.job_id, job.het_job_id, job.user, job.state) == ("7", "7", user_name(os.getuid()), "PENDING")
     assert (job.nodes, job.planned_nodes, job.excluded_nodes) == ([], ["n1", "n2"], ["n3", "n4"])
     assert (job.start_at, job.end_at, job.time_limit_s) == (1795281555.0, 1795282155.0, 600.0)
     assert (job.preempt_at, job.eligible_at, job.comment) == (None, None, "")
     assert (job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.exclusive) == (2, 2000, 1, True)
-    assert (job.constraint, job.dependency) == ("a100,ib", "afterok:1(unfulfilled),singleton")
+    assert job.constraint == "a100,ib"
     assert (job.array_job_id, job.array_tasks) == ("", "")
-    job = parse.job(pyslurm_poll.job(job_of(heterogeneous_id=None, time_limit=None, dependencies=None)))
-    assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, ""), "an ordinary one"
+    job = parse.job(pyslurm_poll.job(job_of(heterogeneous_id=None, time_limit=None)))
+    assert (job.het_job_id, job.time_limit_s) == (None, None), "an ordinary one"
 
 
 def test_elements_of_a_job_array() -> None:

@@ -9,7 +9,7 @@ from fallow.core.checks.network import is_loopback
 from fallow.core.kinds import open_to
 from fallow.core.neighbour.permission import needed_nice, nice_for, too_small_for
 from fallow.core.neighbour.preemption import exempt_s, preemptable_qos
-from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo, slurm_release
 
 MIN_FILES = 1024
 GOOD_BACKFILL_S = 60.0
@@ -60,10 +60,10 @@ def agents(absent: Sequence[str]) -> Check | None:
 
 
 def slurm_version(config: ClusterConfig) -> Check:
-    fix, release = "", config.slurm_version.split(".")[:2]
-    if len(release) < 2 or not all(part.isdecimal() for part in release):
+    fix, release = "", slurm_release(config.slurm_version)
+    if not release:
         fix = "this version is not understood; 22.05 to 26.05 are known"
-    elif [int(part) for part in release] < [22, 5]:
+    elif release < (22, 5):
         fix = "older than what Fallow was tried on (22.05 to 26.05)"
     return judged("slurm version", f"Slurm {config.slurm_version}, cluster {config.cluster}", fix)
 

@@ -1,13 +1,14 @@
 """From a user's sbatch command to the submissions that Fallow makes: the base job and the harvest jobs."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
 from fallow.core.submission.sbatch_line import Component, Given, InForce, canonical, number, split, text_of
 from fallow.core.submission.sbatch_table import Reach
+from fallow.core.submission.script import parse_script
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
 HEAD_SETTINGS = "FALLOW_HEAD__"
@@ -234,10 +235,12 @@ def base_options(
     exported: Mapping[str, str],
     barred: Sequence[str] = (),
     first: bool = False,
+    by_script: Collection[str] = (),
 ) -> list[str]:
     """sbatch options of a base job: the user's own, and what makes it part of its run.
 
-    Ours come last in every component, so they hold.
+    Ours come last in every component, so they hold. Each component says those that stay in force for the whole job: on
+    a command line what a later one alone says would hold for earlier ones, too.
 
     Args:
         options: of the user, from `first_options`; or `RunSpec.sbatch_options`: all that are in force.
@@ -245,16 +248,39 @@ def base_options(
         exported: variables that the job must get.
         barred: node lists that it must not take.
         first: False: the head submits the job again, so what meant the first submission does not count.
+        by_script: names of options that its script says.
     """
     _check_id(token, "token")
     words: list[str] = []
-    for index, component in enumerate(split(options).components):
+    components = split(options).components
+    exports = any(given.name == "export" for component in components for given in component)
+    for index, component in enumerate(components):
         in_force = {given.name: given for given in component}
+        if exports:
+            in_force.setdefault("export", Given("export", "ALL"))
         words.extend([":"] if index else [])
-        mine = [given.canonical for given in component if _is_passed_on(given, first=first)]
-        words.extend(_without(mine, barred))
+        passed_on = (given for given in component if _is_passed_on(given, first=first) and given.name not in by_script)
+        words.extend(_without([given.canonical for given in passed_on], barred))
         words.extend(_joining(in_force, token, exported))
     return words
+
+
+def said_later(spec: RunSpec, barred: Sequence[str] = ()) -> frozenset[str]:
+    """Names of the options that stay in the script of a base job that is submitted again.
+
+    They are about the whole job, and later components of a heterogeneous job say them in the script, but the first one
+    does not: on a command line they would hold for that one, too (`sbatch_line.in_force`).
+
+    Args:
+        spec: of the run.
+        barred: see `base_options`.
+    """
+    leader, *others = split(spec.sbatch_options).components
+    said = {given.name for given in leader} | {"job-name", *COMPLETED} | ({"exclude"} if barred else set())
+    header = parse_script(spec.script, spec.name).components if others else ()
+    pairs = ((given, in_force) for own, in_force in zip(header[1:], others, strict=False) for given in own)
+    later = (given for given, in_force in pairs if given in in_force and given.option.sticky)
+    return frozenset(g.name for g in later if g.name not in said and g.option.reach is not Reach.FIRST)
 
 
 def _is_passed_on(given: Given, *, first: bool) -> bool:

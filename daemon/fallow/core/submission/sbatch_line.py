@@ -188,7 +188,8 @@ def in_force(
     As in sbatch, the last component on the command line also serves further components of the script, and
     options about the job as a whole stay in force for later components. Those of the command line hold for earlier
     ones as well, which say nothing else (seen with 22.05 and 25.11). These and what the environment says give way where
-    the script or the component's own part of the command line says something that rules them out.
+    the script or the component's own part of the command line says something that rules them out, and what the
+    environment says also where another component does.
     """
     result: list[dict[str, Given]] = []
     options = {given.name: given for part in command for given in part} if len(command) > 1 else {}
@@ -201,6 +202,8 @@ def in_force(
         for group in _ALTERNATIVES:
             rivals = group & options.keys()
             weaker = {name for name in rivals if options[name] not in (*own, *told)}
+            if weaker == rivals:
+                weaker = {name for name in rivals if options[name] in environment}
             if weaker != rivals:
                 for name in weaker:
                     del options[name]

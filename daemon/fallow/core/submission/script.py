@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -46,7 +46,7 @@ def parse_script(text: str, name: str) -> BatchScript:
         where = f"{name}, line {number}"
         if (rest := _after(line, MAGIC)) is not None:
             words = split_directive(rest, where)
-            if words and words[0].lower() in ("hetjob", "packjob"):
+            if _begins_component(words):
                 if words[1:]:
                     problem = f"{where}: sbatch reads nothing behind {words[0]}; begin a new #SBATCH line"
                     raise FallowError(problem, Exit.DATA)  # seen with 22.05
@@ -85,13 +85,25 @@ def harvest_script(text: str) -> str:
     return HARVEST_SCRIPT.format(interpreter=shlex.join(words))
 
 
-def without_directives(text: str) -> str:
-    """The batch script for a base job that is submitted again: with no `#SBATCH` line, and the same line numbers.
-
-    All that is in force is among its options; sbatch would read `--begin`, `--hold` and such in the script once more.
+def with_directives(text: str, names: Collection[str]) -> str:
+    """The batch script for a base job that is submitted again: with the same line numbers, and of all options in its
+    `#SBATCH` lines with these alone. All else that is in force is among the options of its submission; sbatch would
+    read `--begin`, `--hold` and such in the script once more.
     """
-    numbers = {number for number, line in _header(text) if _after(line, MAGIC) is not None}
-    return "\n".join("#" if number in numbers else line for number, line in enumerate(text.split("\n"), 1))
+    lines = text.split("\n")
+    for number, line in _header(text):
+        if (rest := _after(line, MAGIC)) is not None:
+            words = split_directive(rest, f"line {number}") if names else []
+            if not _begins_component(words):
+                given = parse_options(words, f"line {number}")
+                words = [each.canonical for each in given if each.name in names]
+            lines[number - 1] = f"#SBATCH {shlex.join(words)}" if words else "#"
+    return "\n".join(lines)
+
+
+def _begins_component(words: Sequence[str]) -> bool:
+    """Does this directive begin the next component of a heterogeneous job?"""
+    return bool(words) and words[0].lower() in ("hetjob", "packjob")
 
 
 def wrap(command: str) -> str:

@@ -29,8 +29,8 @@ from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.states import ENDED_STATES, ENDING
-from fallow.core.submission.sbatch import base_options, harvest_options, job_environment
-from fallow.core.submission.script import harvest_script, without_directives
+from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, said_later
+from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
@@ -305,8 +305,11 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
         )
         script = harvest_script(spec.script)
     else:
-        options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
-        script = without_directives(spec.script)
+        later = said_later(spec, run.shunned)
+        options = base_options(
+            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned, by_script=later
+        )
+        script = with_directives(spec.script, later)
     return JobRequest(
         token=allocation.token,
         options=options,

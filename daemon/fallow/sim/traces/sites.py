@@ -1,13 +1,12 @@
 """The clusters of traces: made up from a trace's own words, or read from what a site's `scontrol` prints."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, isfinite
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from fallow.model import Exit, FallowError, PartitionInfo
+from fallow.model import Exit, FallowError, PartitionInfo, slurm_release
 from fallow.sim.traces.recorded import DAY_S, Window
 from fallow.sim.types import Scheduler, SimJob, SimNode, Site
 from fallow.slurm import parse
@@ -99,7 +98,7 @@ def from_folder(folder: Path) -> Site:
     known = {node.node for node in nodes}
     kept = [replace(p, nodes=[node for node in p.nodes if node in known]) for p in partitions]
     used = {node for partition in kept for node in partition.nodes}
-    version = re.match(r"(\d+)\.(\d+)", config.slurm_version)
+    version = slurm_release(config.slurm_version)
     return Site(
         name=config.cluster or folder.name,
         nodes=tuple(
@@ -110,7 +109,7 @@ def from_folder(folder: Path) -> Site:
             config.scheduler_parameters,
             kill_wait_s=config.kill_wait_s,
             message_timeout_s=config.message_timeout_s,
-            **({"version": (int(version[1]), int(version[2]))} if version else {}),
+            **({"version": version} if version else {}),
         ),
         preempt_type=config.preempt_type,
     )

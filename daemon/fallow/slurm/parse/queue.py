@@ -11,7 +11,7 @@ JOB_FIELDS = (
     *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
     *("NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
     *("OverSubscribe", "Exclusive", "ReqNodes", "ExcNodes"),
-    *("Account", "QOS", "Reservation", "Feature", "Dependency"),
+    *("Account", "QOS", "Reservation", "Feature"),
     *("ArrayJobID", "ArrayTaskID", "RestartCnt", "Licenses"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
@@ -72,7 +72,6 @@ def job(row: Mapping[str, str]) -> JobInfo:
         exclusive_user=shared == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),
         excluded_nodes=nodes(row.get("ExcNodes", "")),
-        dependency=word(row.get("Dependency", "")),
         eligible_at=when(row.get("EligibleTime", "")),
         reservation=word(row.get("Reservation", "")),
         array_job_id=row["ArrayJobID"].strip() if word(row.get("ArrayTaskID", "")) else "",

@@ -47,7 +47,7 @@ JOBS = [
     {"name": "het", "state": "RUNNING", "nodes": ["n4"], "required_nodes": ["n4"], "het_job_id": "6"}
     | {"time_limit_s": 1200.0, "cpus_per_node": 4, "memory_mb_per_node": 500, "exclusive": True}
     | {"excluded_nodes": ["n3"]},
-    HELD | {"name": "after", "dependency": "afterok:2(unfulfilled)", "memory_mb_per_node": 200},
+    HELD | {"name": "after", "memory_mb_per_node": 200},
     {"name": "later", "state": "PENDING", "reason": "BeginTime", "num_nodes": 2, "excluded_nodes": ["n4"]}
     | {"time_limit_s": 300.0, "gpus_per_node": 2, "memory_mb_per_node": 1000, "comment": "two words | N/A"},
     HELD | {"name": "tasks", "num_nodes": 2, "time_limit_s": 300.0, "gpus_per_node": 2, "memory_mb_per_node": 1500},

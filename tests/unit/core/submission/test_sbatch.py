@@ -6,10 +6,16 @@ import pytest
 
 from fallow.core.holes import Part
 from fallow.core.submission.prepare import Submission, plan
-from fallow.core.submission.sbatch import base_options, captured_environment, harvest_options, job_environment
-from fallow.core.submission.sbatch_line import CommandLine, parse_nodes, split
+from fallow.core.submission.sbatch import (
+    base_options,
+    captured_environment,
+    harvest_options,
+    job_environment,
+    said_later,
+)
+from fallow.core.submission.sbatch_line import CommandLine, in_force, parse_nodes, split
 from fallow.core.submission.sbatch_table import BY_LONG, Reach
-from fallow.core.submission.script import parse_script
+from fallow.core.submission.script import parse_script, with_directives
 from fallow.model import AllocationKind, Exit, FallowError, RunSpec
 
 
@@ -240,6 +246,8 @@ def test_sbatchs_environment_gives_way_in_later_components_too() -> None:
     made = planned(["job.sh"], script, SBATCH_MEM_PER_NODE="7")
     assert made.spec.sbatch_options == ["--nodes=1", "--mem=7", ":", "--mem-per-cpu=5"]
     assert made.options("t", {}).count("--comment=t") == 2
+    made = planned(["job.sh"], "#!/bin/sh\n#SBATCH --mem=7\n#SBATCH hetjob\n#SBATCH -N1\nx\n", SBATCH_MEM_PER_CPU="5")
+    assert made.spec.sbatch_options == ["--mem=7", ":", "--mem=7", "--nodes=1"]
 
 
 def test_what_a_later_component_of_the_command_line_says_of_the_whole_job_holds_for_earlier_ones() -> None:
@@ -251,6 +259,61 @@ def test_what_a_later_component_of_the_command_line_says_of_the_whole_job_holds_
     assert made.spec.harvest_options == ["--account=b", "--qos=q"]
     made = planned(["-N1", "--mem-per-cpu=1", ":", "-N2", "--mem=2", "job.sh"])
     assert made.spec.sbatch_options == ["--nodes=1", "--mem-per-cpu=1", ":", "--nodes=2", "--mem=2"]
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "variables", "barred", "wanted"),
+    [
+        (  # what meant the first submission is left out
+            "-N1 --begin=now+1hour\n#SBATCH hetjob\n#SBATCH -N2 --hold --account='a b'\n#SBATCH --mem=9G",
+            "",
+            {},
+            [],
+            ["--nodes=1", "--nodes=2 '--account=a b' --mem=9G"],
+        ),
+        ("-N1\n#SBATCH hetjob\n#SBATCH -x n1", "", {}, ["n2"], ["--nodes=1 --exclude=n2", "--exclude=n1,n2"]),
+        ("-t 5\n#SBATCH hetjob\n#SBATCH -t 9", "", {}, [], ["--time=5", "--time=9"]),
+        ("-N1\n#SBATCH hetjob\n#SBATCH -t 9", "-t 7", {}, [], ["--nodes=1 --time=7", "--time=7"]),
+        (
+            "--mem-per-cpu=1\n#SBATCH hetjob\n#SBATCH --mem=3",
+            "",
+            {"SBATCH_MEM_PER_NODE": "7"},
+            [],
+            ["--mem-per-cpu=1", "--mem=7"],
+        ),
+        (
+            "-N1\n#SBATCH hetjob\n#SBATCH -t 9\n#SBATCH hetjob\n#SBATCH --qos=q",
+            "",
+            {},
+            [],
+            ["--nodes=1", "--time=9", "--time=9 --qos=q"],
+        ),
+    ],
+)
+def test_a_base_job_that_is_submitted_again_has_in_each_component_what_was_in_force_there(
+    header: str, line: str, variables: dict[str, str], barred: list[str], wanted: list[str]
+) -> None:
+    script = f"#!/bin/sh\n#SBATCH {header}\nx\n"
+    made = planned([*line.split(), "job.sh"], script, **variables)
+    later = said_later(made.spec, barred)
+    options = base_options(made.spec.sbatch_options, token="t", exported={}, barred=barred, by_script=later)
+    again = parse_script(with_directives(script, later), "job.sh")
+    found = in_force(split(["--job-name=t", *options]).components, again.components)
+    ours = ["--comment=t", "--job-name=t", "--no-requeue"]
+    assert [sorted(given.canonical for given in part.values()) for part in found] == [
+        sorted([*shlex.split(part), *ours]) for part in wanted
+    ]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_later_component_alone_exports_is_not_what_the_first_one_exports(first: bool) -> None:
+    made = planned(["job.sh"], "#!/bin/sh\n#SBATCH -N1\n#SBATCH hetjob\n#SBATCH --export=NONE\nx\n")
+    options = (
+        made.options("t", {"A": ""})
+        if first
+        else base_options(made.spec.sbatch_options, token="t", exported={"A": ""}, by_script=said_later(made.spec))
+    )
+    assert [word for word in options if word.startswith("--export")] == ["--export=ALL", "--export=A"]
 
 
 @pytest.mark.parametrize(

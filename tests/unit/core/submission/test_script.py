@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.submission.script import harvest_script, parse_script, split_directive, without_directives
+from fallow.core.submission.script import harvest_script, parse_script, split_directive, with_directives
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\
@@ -72,7 +72,7 @@ def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
 
 
 def test_a_base_job_that_is_submitted_again_is_told_by_its_options_alone() -> None:
-    again = without_directives(SCRIPT)
+    again = with_directives(SCRIPT, ())
     assert len(again.split("\n")) == len(SCRIPT.split("\n"))
     script = parse_script(again, "job.sh")
     assert (script.components, script.settings) == (((),), parse_script(SCRIPT, "job.sh").settings)
