@@ -4,8 +4,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
+
+from fallow.processes import living
 
 T = TypeVar("T")
 
@@ -38,7 +39,4 @@ async def until(condition: Callable[[], T], what: str = "it comes true", seconds
 
 def gone(pid: int) -> bool:
     """That process has ended; a zombie that nobody waits for counts."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return living(pid) is None

@@ -197,7 +197,7 @@ def private_dir(path: Path) -> Path:
                 folder.mkdir(mode=0o700)
     except OSError as error:
         raise FallowError(
-            f"{path}: cannot make this folder ({error.strerror}); set FALLOW_STATE_DIR to a writable place",
+            f"{path}: cannot make this folder ({error.strerror}); {_ELSEWHERE}",
             Exit.CANTCREAT,
         ) from error
     return check_dir(path)
@@ -297,6 +297,11 @@ def sync_dir(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append_private(path: Path) -> int:
+    """Descriptor of a file of ours (0600) for appending; it is made where it is missing. No link is followed."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def open_private(path: Path) -> BinaryIO:

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from command_line import write_command
+from fallow.clock import steady
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.process import run
@@ -56,14 +56,14 @@ async def nodes(client: PyslurmClient) -> list[str]:
 
 
 async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> None:
-    began = time.time()
+    began = steady()
     state = await client.poll()
     [node] = state.nodes
     assert (node.node, node.gpus, node.gpu_types, node.partitions) == ("from-pyslurm", 4, {"a100": 4}, ["gpu"])
     assert state.reservations == [], "hidden ones are none"
-    assert began <= state.at <= time.time()
+    assert began <= state.at <= steady()
     assert client.backend == "pyslurm 25.11.2"
-    assert 0.0 < client.start_s < time.time() - began
+    assert 0.0 < client.start_s < steady() - began
 
 
 @pytest.mark.parametrize(

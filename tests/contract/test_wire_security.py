@@ -156,6 +156,12 @@ async def test_a_head_does_not_listen_where_all_are_let_in_or_refused(
         await Router(HEAD.public, HEAD.secret, lambda key: False).start("127.0.0.1", None)
 
 
+async def test_a_head_does_not_listen_with_an_old_libzmq(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "zmq_version_info", lambda: (4, 3, 4))
+    with pytest.raises(FallowError, match=r"older than 4\.3\.5"):
+        await Router(HEAD.public, HEAD.secret, lambda key: False).start("127.0.0.1", None)
+
+
 async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: set[str]) -> None:
     bad, good = dial(KNOWN), dial(OTHER)
     await introduce(router, bad)

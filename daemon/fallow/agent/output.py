@@ -1,6 +1,7 @@
 """A worker's output: to its log (bounded), the end of its standard error for the head, and to our own on demand."""
 
 import contextlib
+import logging
 import os
 import re
 import selectors
@@ -10,8 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from fallow.files import append_private
 from fallow.model import HIDDEN, SHOWN
 from fallow.text import tail
+
+log = logging.getLogger("fallow.agent")
 
 TAIL_LINES = 40
 LOG_LIMIT = 50 * 1024 * 1024
@@ -28,32 +32,32 @@ class LogFile:
         self._path = path
         self._descriptor: int | None = None
         self._size = 0
-        self._has_failed = False
+        self._has_complained = False
         self.write(b"")
 
     def write(self, data: bytes) -> None:
-        """Append. A full disk loses log lines, never the worker."""
-        if self._has_failed:
-            return
+        """Append. A disk that is full or away loses the lines of that time, never the worker."""
         try:
             if self._size + len(data) > LOG_LIMIT:
                 self.close()
                 os.replace(self._path, self._path.with_name(self._path.name + ".1"))
             if self._descriptor is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o600)
+                self._descriptor = append_private(self._path)
                 self._size = os.fstat(self._descriptor).st_size
             self._size += os.write(self._descriptor, data)
         except OSError as error:
-            sys.stderr.write(f"fallow agent: {self._path}: cannot be written ({error.strerror}); output is not kept\n")
-            self._has_failed = True
             self.close()
+            if not self._has_complained:
+                self._has_complained = True
+                words = "%s: cannot be written (%s); as long as that is so, output is not kept"
+                log.error(words, self._path, error.strerror)
 
     def close(self) -> None:
         """Close the file."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor, self._size = self._descriptor, None, 0
+            with contextlib.suppress(OSError):  # NFS may say only now that its disk is full
+                os.close(descriptor)
 
 
 class Marked:

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 from fallow.agent.launch import CHANNEL, with_python
 from fallow.agent.output import Pump
 from fallow.core.membership.failures import CRASHES
 from fallow.model import OUTPUT_PIPES
+from fallow.processes import living
 
 EXEC_FAILED = 127
 _OF_SIGTERM = (signal.SIGTERM, 128 + signal.SIGTERM)
@@ -86,13 +86,14 @@ class WorkerProcess:
     def note_speaker(self, pid: int) -> None:
         """A process has spoken as this worker. As long as it lives, others that do are children of the script."""
         if pid != self._speaker and not self.speaker:
-            self._speaker, self._speaker_began = pid, _look_up(pid)[1]
+            found = living(pid)
+            self._speaker, self._speaker_began = pid, "" if found is None else found.started
 
     @property
     def speaker(self) -> int:
         """The process that has spoken as this worker; 0: none has, or it has ended."""
-        state, began = _look_up(self._speaker)
-        return self._speaker if state not in "ZX" and began == self._speaker_began else 0
+        found = living(self._speaker)
+        return self._speaker if found is not None and found.started == self._speaker_began else 0
 
     @property
     def pid(self) -> int:
@@ -157,7 +158,8 @@ class WorkerProcess:
     @property
     def stopped(self) -> bool:
         """True while it is stopped (SIGSTOP); one that a debugger holds for a moment is not."""
-        return _look_up(self.speaker or self.pid)[0] == "T"
+        found = living(self.speaker or self.pid)
+        return found is not None and found.state == "T"
 
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""
@@ -171,14 +173,3 @@ class WorkerProcess:
         if pid := self.speaker or self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
-
-
-def _look_up(pid: int) -> tuple[str, str]:
-    """State of a process and when it began, as proc(5) has them; "X": it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "X", ""
-    # The name may hold spaces and parentheses; the state follows the last one.
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]

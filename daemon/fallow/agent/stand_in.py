@@ -13,8 +13,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
-from fallow.files import last_words
+from fallow.files import append_private, last_words
 from fallow.text import clean
 
 log = logging.getLogger("fallow.agent")
@@ -82,11 +83,10 @@ class StandIn:
             self._start(now)
 
     def _start(self, now: float) -> None:
+        errors: BinaryIO | int = subprocess.DEVNULL
         with contextlib.ExitStack() as files:
-            try:
-                errors = files.enter_context(open(os.open(self._log_file, _LOG_FLAGS, 0o600), "ab"))
-            except OSError:
-                errors = files.enter_context(open(os.devnull, "ab"))
+            with contextlib.suppress(OSError):
+                errors = files.enter_context(open(append_private(self._log_file), "ab"))
             # It ends when its standard input does, so it ends with this agent, however the agent ends.
             try:
                 self._process = subprocess.Popen(
@@ -129,9 +129,6 @@ class StandIn:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def head_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from fallow.cli.common import restart_option, say
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, read_struct
 from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunReport, RunStatus, slurm_release
+from fallow.processes import living
 
 SCANCEL_S = 30.0
 SIGNAL_S = 2.0
@@ -222,15 +223,11 @@ def script_processes(proc: Path = Path("/proc")) -> list[int]:
     chain: list[int] = []
     pid = os.getppid()
     while pid > 1:
-        try:
-            # comm may hold spaces and parentheses: what follows it begins after the last one.
-            text = (proc / str(pid) / "stat").read_text(errors="replace")
-        except OSError:
+        if (process := living(pid, proc)) is None:
             break
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        if name.startswith("slurmstepd"):
+        if process.name.startswith("slurmstepd"):
             return chain[::-1]
         chain.append(pid)
-        pid = int(rest.split()[1])
+        pid = process.parent
     parent = os.getppid()
     return [parent] if parent > 1 else []

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from fallow.clock import steady
 from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core import records
@@ -30,7 +31,7 @@ from fallow.head.loop.durable import Durable, refuse_newer
 from fallow.head.loop.faults import Faults, Quarantine, in_thread
 from fallow.head.loop.inbox import Heard, Inbox, Item, Tick, Work, tell
 from fallow.head.loop.monitoring import Metrics, Notifier
-from fallow.head.loop.turn import Turn, steady
+from fallow.head.loop.turn import Turn
 from fallow.head.peers import agents, checkpoints
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery

@@ -2,11 +2,12 @@
 
 from collections.abc import Awaitable, Callable
 
+from fallow.clock import steady
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Unreadable
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.turn import Turn, steady
+from fallow.head.loop.turn import Turn
 from fallow.head.slurm.jobs import withdraw_queued
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationState, Exit, FallowError, RunStatus

@@ -11,12 +11,12 @@ import os
 import re
 import secrets
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from fallow.clock import steady
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest, OwnerView
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
@@ -69,9 +69,9 @@ class CliClient:
         "what the accounting said last of who preempts whom"
 
     async def config(self) -> ClusterConfig:
-        asked_at = time.time()
+        asked_at = steady()
         config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
-        half_s = (time.time() - asked_at) / 2
+        half_s = (steady() - asked_at) / 2
         if config.preempt_type:
             qos, unknown = await self._ask_qos(config)
             config = msgspec.structs.replace(parse.with_qos(config, qos), qos_unknown=unknown)
@@ -88,7 +88,7 @@ class CliClient:
             return_exceptions=True,  # both have ended before either's error is raised
         )
         cluster, queue = (_answer(answer) for answer in answers)
-        at = time.time()
+        at = steady()
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
         return await asyncio.to_thread(self._state, at, cluster, queue, nonce)
 
@@ -120,7 +120,7 @@ class CliClient:
             raise SlurmUnavailable(_failure(["scancel"], done))
 
     async def owner(self) -> OwnerView:
-        return await owner(self._query, user_name(os.getuid()), time.time())
+        return await owner(self._query, user_name(os.getuid()), steady())
 
     async def test_only(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--test-only"])

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from fallow import __version__
+from fallow.clock import steady
 from fallow.model import ClusterConfig, ClusterState, Exit
 from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable
@@ -80,7 +81,7 @@ class PyslurmClient(CliClient):
         state = await self._ask() if time.monotonic() >= self._not_before else None
         if state is not None:
             # In a thread, as the commands' answers are read.
-            return await asyncio.to_thread(on_our_clock, state, time.time(), self.clock_offset_s)
+            return await asyncio.to_thread(on_our_clock, state, steady(), self.clock_offset_s)
         if self._insist:
             raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
         return await super().poll()

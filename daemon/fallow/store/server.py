@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from fallow.files import Paths, last_words, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
+from fallow.processes import living
 from fallow.store.client import Unavailable
 
 START_S = 60.0
@@ -202,11 +203,10 @@ class RedisServer:
         """A live server that works in our folder. The pid alone proves nothing: it may be another process by now."""
         try:
             pid = int(self.pid_file.read_text())
-            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
             ours = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError):
             return None
-        return pid if ours and state not in "ZX" else None
+        return pid if ours and living(pid) is not None else None
 
 
 async def _answers(socket: Path) -> bool:

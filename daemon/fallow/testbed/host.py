@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fallow.model import Exit, FallowError, slurm_release
+from fallow.processes import living
 from fallow.slurm.process import job_environment
 
 MARK = "FALLOW_TESTBED"
@@ -135,19 +136,17 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
     parents: dict[int, int] = {}
     found: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
         try:
-            name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
             variables = (entry / "environ").read_bytes().split(b"\0")
             works_in = (entry / "cwd").readlink()
         except OSError:  # another user's, or it has just ended
             continue
-        state, parent = rest.split()[:2]
-        if state in "ZX":
+        if (process := living(pid)) is None:
             continue
-        pid = int(entry.name)
-        parents[pid] = int(parent)
+        parents[pid] = process.parent
         in_job = ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
-        manages_step = name.startswith("slurmstepd") and works_in.is_relative_to(folder)
+        manages_step = process.name.startswith("slurmstepd") and works_in.is_relative_to(folder)
         if mark in variables or in_job or manages_step:
             found.add(pid)
     # Children that cleaned their environment, and theirs.

@@ -26,6 +26,8 @@ from fallow.wire.sockets import AsyncSocket
 
 log = logging.getLogger("fallow.wire")
 
+LEAST_VERSION = 4, 3, 5
+"""Of libzmq. That strangers are kept out was tried with it; before 4.3.3 they could harm a process without a key."""
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 8000
@@ -97,6 +99,7 @@ class Router:
 
         `port` None, or one that is taken, becomes a free one: one of `ports`, where they are given.
         """
+        _check_version()
         host = _one_address(address)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 64)
@@ -346,6 +349,16 @@ def _user_id(frame: zmq.Frame) -> str | None:
     except zmq.ZMQError:
         return None
     return value if isinstance(value, str) and len(value) == KEY_LENGTH else None
+
+
+def _check_version() -> None:
+    if zmq.zmq_version_info() < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise FallowError(
+            f"libzmq {zmq.zmq_version()}: older than {least}, with which it was tried that it keeps strangers out; "
+            "install a wheel of pyzmq, which brings its own: pip install --only-binary pyzmq 'pyzmq>=26.2'",
+            Exit.CONFIG,
+        )
 
 
 def _one_address(address: str) -> str:

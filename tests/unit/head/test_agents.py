@@ -17,6 +17,7 @@ from fallow.head.peers.agents import agent_gone
 from fallow.head.state.book import Run
 from fallow.head.state.stored import StoredRun
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
+from fallow.processes import Process
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
 
@@ -497,7 +498,7 @@ def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
 ) -> None:
     """No Slurm tells of it. Under Slurm the job's id names no process, and its workers have to do."""
     alive = {7, 8} if is_running else set()
-    monkeypatch.setattr("fallow.head.deadlines.start_of", lambda pid: "then" if pid in alive else None)
+    monkeypatch.setattr("fallow.head.deadlines.living", lambda pid: Process("", "R", 1, "0") if pid in alive else None)
     run = new_run(talk.book, local=True)
     allocation = talk.book.new_allocation(run, AllocationKind.HARVEST, talk.now)
     agent = talk.play(run, allocation, job_id=job_id).greet()

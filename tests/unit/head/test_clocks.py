@@ -147,7 +147,8 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
 
     monkeypatch.setattr(CliClient, "_start", answer)
     monkeypatch.setattr(PyslurmClient, "_ask", asked)
-    monkeypatch.setattr("fallow.slurm.cli.time.time", lambda: NOW)
+    for module in ("cli", "pyslurm_client"):
+        monkeypatch.setattr(f"fallow.slurm.{module}.steady", lambda: NOW)
     for client in (CliClient(), PyslurmClient()):
         await CliClient.config(client)
         state = await client.poll()
@@ -167,7 +168,7 @@ async def test_s5_a_slow_answer_is_no_other_clock(
         return Done(0, f"Configuration data as of {there}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
 
     monkeypatch.setattr(CliClient, "_start", answer)
-    monkeypatch.setattr("fallow.slurm.cli.time.time", lambda: now[0])
+    monkeypatch.setattr("fallow.slurm.cli.steady", lambda: now[0])
     cli = CliClient()
     await cli.config()
     assert cli.clock_offset_s == measured_s
@@ -193,3 +194,24 @@ async def test_s5_the_offset_is_measured_again_when_our_own_clock_steps() -> Non
     await client.config()
     await client.config()
     assert asked == [NOW, NOW - 10.0]
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+async def test_no_step_of_the_system_clock_moves_the_end_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """Nodes were released as if their end had come, until the next poll, and runs had used an hour more."""
+    true, book = time.time, new_book(tmp_path)
+
+    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
+        there = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(true()))
+        heading = f"Configuration data as of {there}\nClusterName = c\nSLURM_VERSION = 25.11.2\n"
+        return Done(0, heading if "config" in argv else "NodeName=n1 State=IDLE CPUTot=8\n", "")
+
+    monkeypatch.setattr(CliClient, "_start", answer)
+    before_s = Turn.begin(book).now - true()
+    monkeypatch.setattr(time, "time", lambda: true() + step_s)
+    client = CliClient()
+    await client.config()
+    for at in (Turn.begin(book).now, (await client.poll()).at - client.clock_offset_s):
+        assert at - true() == pytest.approx(before_s, abs=60.0)

@@ -4,20 +4,20 @@ import asyncio
 import contextlib
 import inspect
 import os
-import time
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import msgspec
 
 from fallow import __version__
+from fallow.clock import steady
 from fallow.head.api import views
 from fallow.head.api.operations import CHANGING, Operations
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, in_thread
 from fallow.head.loop.inbox import Inbox
-from fallow.head.loop.turn import Turn, steady
+from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
@@ -116,7 +116,7 @@ class ControlHandler:
         if by not in ("run", "project", "day"):
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
-        now = time.time()
+        now = steady()
         prices, pruned = self._book.config.usage, self._book.pruned if run is None else None
         *rows, total = accounts.rows(runs, by, since, prices, now, pruned)
         return UsageReport(
@@ -132,7 +132,7 @@ class ControlHandler:
 
     async def status(self, run: Name | None = None) -> Snapshot:
         """The head and its runs, or one of them, as they are now."""
-        at, now = steady(), time.time()
+        at = now = steady()
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         calls, config = self._calls, self._calls.config
         live = [a for r in runs for a in r.live_allocations()]

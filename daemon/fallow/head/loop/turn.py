@@ -1,7 +1,6 @@
 """One turn of the head: events go into the machines, effects come out and wait until the state is durable."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
+from fallow.clock import steady
 from fallow.core.allocations import Allocation, forgo
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Order
@@ -27,16 +27,6 @@ from fallow.model import (
 
 log = structlog.get_logger("fallow.head")
 
-_BEGAN = time.time() - time.monotonic()
-
-
-def steady() -> float:
-    """The head's clock: Unix time when the head began, plus monotonic seconds since.
-
-    So times outlive the head, and no step of the system clock is seen while it lives.
-    """
-    return _BEGAN + time.monotonic()
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -50,7 +40,7 @@ class Failure:
 
 @dataclass
 class Turn:
-    """Effects of one turn, in order. `at` is the head's own clock (`steady`), `now` Unix time."""
+    """Effects of one turn, in order. `at` is the clock of the membership, `now` Unix time: a head has one for both."""
 
     book: Book
     at: float
@@ -79,7 +69,8 @@ class Turn:
     @classmethod
     def begin(cls, book: Book) -> "Turn":
         """A turn of this moment."""
-        return cls(book, steady(), time.time())
+        at = steady()
+        return cls(book, at, at)
 
     def fail(self, source: str, error: Exception, run: str | None = None) -> None:
         """Note an unexpected error, and what it costs."""

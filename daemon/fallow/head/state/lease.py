@@ -26,6 +26,7 @@ import structlog
 
 from fallow.files import Paths, read_private, sync_dir
 from fallow.model import Exit, FallowError
+from fallow.processes import living
 
 log = structlog.get_logger("fallow.head")
 
@@ -63,15 +64,6 @@ def this_place() -> str:
         return secrets.token_hex(16)
 
 
-def start_of(pid: int) -> str | None:
-    """When that process of this place began; None: there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
 class Lease:
     """The claim of this process to one state folder. Acquire it, keep it up, confirm it before each change.
 
@@ -97,7 +89,7 @@ class Lease:
             host=os.uname().nodename,
             place=place or this_place(),
             pid=pid,
-            started=start_of(pid) or "",
+            started="" if (process := living(pid)) is None else process.started,
             nonce=secrets.token_hex(16),
         )
         self._file = paths.head_lease(1)
@@ -147,7 +139,8 @@ class Lease:
         """Its process has ended, as this place can tell."""
         if former.place != self._claim.place:
             return False
-        if start_of(former.pid) == former.started:
+        process = living(former.pid)
+        if process is not None and process.started == former.started:
             raise self._refusal(former)
         return True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from fallow.core.training.audit import Done, Fed, Gap, Record, Start
-from fallow.files import network_filesystem
+from fallow.files import append_private, network_filesystem
 from fallow.model import Exit, FallowError
 
 KEPT_BYTES = 4 * 1024 * 1024
@@ -192,8 +192,7 @@ class _RecordFile:
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o600)
+                self._descriptor = append_private(self._path)
             while written < len(data):  # a disk that is all but full takes a part at a time
                 written += os.write(self._descriptor, data[written:])
         except OSError as caught:
