@@ -2,13 +2,16 @@
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
+import fallow
 from bench.rows import Row, Settings, progress
 from fallow.model import Exit, FallowError
 
@@ -81,6 +84,9 @@ def measure(settings: Settings) -> int:
         FallowError: nothing was measured.
     """
     rows, code = list[Row](), 0
+    # What is started, in whatever folder, is of the checkout that this process is of.
+    places = [str(Path(module).parents[1]) for module in (__file__, fallow.__file__)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*places, os.environ.get("PYTHONPATH")]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if settings.device != "cpu":

@@ -7,6 +7,7 @@ about jobs and nodes is all that the figures are made of, but for who trains: th
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ LOAD = {"utilisation": 0.6, "mean": 60.0}
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=training --partition=normal --exclusive --time=1440
 #FALLOW workers-per-node=1 min-minutes=1
-export OMP_NUM_THREADS=1 PYTHONPATH={root}
+export OMP_NUM_THREADS=1 PYTHONPATH={path}
 fallow run -- {command}
 """
 
@@ -61,7 +62,7 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
     stage = Stage(folder, bed, head_settings)
     control = await stage.head.start()
     argv = command(10_000, folder, steps=10**6, shards=SHARDS, shard_s=SHARD_S)
-    base = await stage.submit(SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv)), NODES)
+    base = await stage.submit(SCRIPT.format(path=os.environ["PYTHONPATH"], command=" ".join(argv)), NODES)
     sleeping = ["--job-name=training", "--exclusive", "--output=/dev/null", "--time=1440", "--wrap=exec sleep 86400"]
     await asyncio.to_thread(other.slurm, "sbatch", *sleeping)
     end = time.monotonic() + PATIENCE_S

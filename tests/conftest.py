@@ -94,12 +94,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
-    """Python processes that tests start import PyTorch with fewer garbage collections. Sockets have short paths."""
+    """Python processes that tests start import PyTorch with fewer garbage collections. Sockets have short paths.
+
+    In whatever folder they start, they find the modules that the tests find: each place of PYTHONPATH is absolute.
+    """
+    places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with (
         tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("PYTHONPATH", START, prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", os.pathsep.join([START, *map(os.path.abspath, places)]))
         patch.setenv("XDG_RUNTIME_DIR", folder)
         yield
 

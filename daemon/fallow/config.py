@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from fallow.core.checks.network import port_range
+from fallow.files import base_folder
 from fallow.model import ACCOUNT_PATTERN, DataNetwork, Exit, FallowError
 
 SYSTEM_FILE = Path("/etc/fallow/config.toml")
@@ -217,8 +218,8 @@ def user_file(environ: Mapping[str, str] = os.environ) -> Path:
 
 def config_home(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of the user's settings, of all programs (XDG base directories)."""
-    base = environ.get("XDG_CONFIG_HOME")
-    return Path(base) if base else Path(environ.get("HOME") or "~").expanduser() / ".config"
+    home = Path(environ.get("HOME") or "~").expanduser()
+    return base_folder(environ, "XDG_CONFIG_HOME") or home / ".config"
 
 
 def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYSTEM_FILE) -> Config:

@@ -122,8 +122,8 @@ class Paths:
     @classmethod
     def default(cls, environ: Mapping[str, str] = os.environ) -> "Paths":
         """The paths that the environment asks for. Makes nothing; call `create` before use."""
-        base = environ.get("XDG_STATE_HOME") or "~/.local/state"
-        given = Path(environ.get("FALLOW_STATE_DIR") or f"{base}/fallow")
+        base = base_folder(environ, "XDG_STATE_HOME") or Path("~/.local/state")
+        given = Path(environ.get("FALLOW_STATE_DIR") or base / "fallow")
         try:
             state = given.expanduser().absolute()
         except RuntimeError as error:
@@ -158,12 +158,21 @@ class Paths:
         return RunPaths(self.runs / check_id(run_id))
 
 
+def base_folder(environ: Mapping[str, str], variable: str) -> Path | None:
+    """The folder that a variable such as XDG_STATE_HOME names; None: it names none.
+
+    A relative path counts as none (XDG Base Directory Specification): it would be another folder for each command.
+    """
+    named = environ.get(variable, "")
+    return Path(named) if os.path.isabs(named) else None
+
+
 def _default_runtime(state: Path, environ: Mapping[str, str]) -> Path:
     # One runtime folder per state folder, so that heads with different states never meet on a socket.
     tag = hashlib.sha256(os.fsencode(state)).hexdigest()[:12]
-    base = environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and os.access(base, os.W_OK):
-        runtime = Path(base) / f"fallow-{tag}"
+    base = base_folder(environ, "XDG_RUNTIME_DIR")
+    if base is not None and os.path.isdir(base) and os.access(base, os.W_OK):
+        runtime = base / f"fallow-{tag}"
         # Sites give jobs long names for temporary folders.
         if len(os.fsencode(runtime / "control.sock")) < SOCKET_PATH_LIMIT:
             return runtime

@@ -1,4 +1,4 @@
-"""Other users' jobs: made alike from the same seed, and played on a real Slurm."""
+"""Other users' jobs, played on a real Slurm."""
 
 import subprocess
 import sys
@@ -8,37 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.load import LoadJob, make_jobs, play
+from fallow.testbed.load import make_jobs, play
 from waiting import wait_for
 
 PATIENCE_S = 120.0
 
 
-def jobs(seed: int = 1, seconds: float = 600.0, nodes: int = 8, utilisation: float = 0.7) -> list[LoadJob]:
-    return make_jobs(seed, seconds=seconds, nodes=nodes, utilisation=utilisation, mean_s=20.0)
-
-
-@pytest.mark.parametrize("utilisation", [0.4, 0.7, 0.95])
-def test_jobs_ask_for_about_the_wanted_part(utilisation: float) -> None:
-    seconds = 20_000.0
-    made = jobs(seconds=seconds, utilisation=utilisation)
-    node_s = sum(job.nodes * min(job.runs_s, seconds - job.at_s) for job in made)
-    assert node_s / (seconds * 8) == pytest.approx(utilisation, rel=0.15)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 20])
-def test_jobs_fit_the_testbed(nodes: int) -> None:
-    made = jobs(nodes=nodes)
-    assert made == jobs(nodes=nodes) != jobs(seed=2, nodes=nodes)
-    assert all(1 <= job.nodes <= nodes for job in made)
-    assert all(0 <= job.at_s <= 600 and job.runs_s > 0 and job.limit_minutes * 60 >= job.runs_s for job in made)
-    assert [job.at_s for job in made] == sorted(job.at_s for job in made)
-    assert len({job.name for job in made}) == len(made) > 0
-
-
 @pytest.mark.slurm
 def test_a_load_is_played_until_sigterm_and_cleared_away_and_what_slurm_refuses_is_told(testbed: Testbed) -> None:
-    made = jobs(seed=3, seconds=3.0, nodes=4, utilisation=3.0)
+    made = make_jobs(3, seconds=3.0, nodes=4, utilisation=3.0, mean_s=20.0)
     stop = threading.Event()
     with ThreadPoolExecutor() as pool:
         playing = pool.submit(play, testbed, made, 600.0, stop)

@@ -16,7 +16,8 @@ def load(tmp_path: Path, system: str = "", user: str = "", **environ: str) -> Co
 
 def test_where_the_users_file_is() -> None:
     assert user_file({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}) == Path("/x/fallow/config.toml")
-    assert user_file({"HOME": "/h"}) == Path("/h/.config/fallow/config.toml")
+    for environ in ({}, {"XDG_CONFIG_HOME": "relative"}):
+        assert user_file({"HOME": "/h", **environ}) == Path("/h/.config/fallow/config.toml")
 
 
 def test_environment_beats_user_beats_system(tmp_path: Path) -> None:

@@ -187,6 +187,15 @@ def test_a_file_whose_file_system_fails_is_an_error_for_the_user() -> None:
         read_private(Path("/proc/self/mem"))
 
 
+def test_relative_base_folders_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be other ones for the head than for a command in another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    usual = Paths.default({})
+    paths = Paths.default({"XDG_STATE_HOME": "here", "XDG_RUNTIME_DIR": "here"})
+    assert (paths.state, paths.runtime) == (usual.state, usual.runtime)
+
+
 def test_default_paths_without_anything_or_too_deep_for_sockets(tmp_path: Path) -> None:
     paths = Paths.default({"XDG_STATE_HOME": str(tmp_path)})
     assert paths.state == tmp_path / "fallow"

@@ -126,6 +126,11 @@ def logs(run: str, member: str | None, following: bool) -> None:
 
     with contextlib.ExitStack() as files:
         log = files.enter_context(path.open("rb"))
+        with contextlib.suppress(FileNotFoundError):
+            older = files.enter_context(path.with_name(f"{path.name}.1").open("rb"))
+            # An agent may have renamed the log since it was opened: then this is the same file.
+            if not os.path.sameopenfile(older.fileno(), log.fileno()):
+                show(older)
         while True:
             has_ended = not following or _patiently(partial(_one, view.run)).status.ended
             is_full = _has_been_replaced(log, path)
@@ -139,7 +144,7 @@ def logs(run: str, member: str | None, following: bool) -> None:
 
 
 def _has_been_replaced(log: BinaryIO, path: Path) -> bool:
-    """At its largest size an agent renames a log, and goes on in a new one (`agent.output`)."""
+    """At its largest size an agent renames a log to `.1`, and goes on in a new one (`agent.output`)."""
     try:
         return not os.path.samestat(os.fstat(log.fileno()), path.stat())
     except FileNotFoundError:

@@ -34,8 +34,6 @@ Policies (--policy, several times):
   greedy   every idle node at once, to the smallest run
   restart  the same, and each change restarts the run
   ideal    the same idle nodes with free, instant rescaling
-
-Ctrl-C ends it with what is known so far (exit code 75).
 """
 
 
@@ -104,7 +102,7 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
 @click.option("--site", metavar="FOLDER", help="The cluster's nodes, partitions and configuration.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
-def simulate(trace: str | None, as_json: bool, **given: Any) -> int:
+def simulate(trace: str | None, as_json: bool, **given: Any) -> None:
     if trace is None:
         raise FallowError("--trace: a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE)
     if given["site"] is not None:
@@ -114,9 +112,7 @@ def simulate(trace: str | None, as_json: bool, **given: Any) -> int:
 
     scheduler = Scheduler(bf_interval_s=given.pop("bf_interval_s"))
     window = Window(scheduler=scheduler, **{name: given.pop(name) for name in ("seed", "begin_day", "days", "profile")})
-    found = _simulate(trace, window, **given)
-    tell(found, as_json, _show)
-    return Exit.TEMPFAIL if found.stopped else Exit.OK
+    tell(_simulate(trace, window, **given), as_json, _show)
 
 
 def _refuse_beside_site() -> None:
@@ -167,8 +163,4 @@ def _foot(found: SimReport) -> list[str]:
         lines.append(f"skipped lines: {reasons}")
         lines += [f"  {example}" for example in trace.examples]
     lines += [f"note: {each}" for each in trace.assumed]
-    lines += [f"{policy.name}: {note}" for policy in found.policies for note in policy.notes]
-    if found.stopped:
-        last = found.policies[-1]
-        lines.append(f"{last.name}: stopped after {duration(last.seconds)}")
-    return lines
+    return lines + [f"{policy.name}: {note}" for policy in found.policies for note in policy.notes]

@@ -152,8 +152,6 @@ class Score(Struct, frozen=True, kw_only=True):
 
 class PolicyScore(Score, frozen=True, kw_only=True):
     name: str
-    seconds: float
-    "of the trace that were played"
     notes: list[str] = []
     "what is worth knowing about this play, for people"
 
@@ -178,8 +176,6 @@ class SimReport(Score, frozen=True, kw_only=True):
     "of the trace that were played"
     arm: str
     "under which rules it was played"
-    stopped: bool = False
-    "the last policy was not played to the end"
 
 
 # -- fallow submit --dry-run -----------------------------------------------------------------------------------------

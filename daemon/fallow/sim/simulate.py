@@ -1,13 +1,12 @@
 """One simulation: opens the trace, plays policies over it, and makes a report of what came of it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
 from fallow.config import Slurm
-from fallow.model import Exit, FallowError, PolicyScore, SimReport
+from fallow.model import Exit, FallowError, PolicyScore, Score, SimReport
 from fallow.sim import published
 from fallow.sim.greedy import Greedy
 from fallow.sim.head import VirtualHead
@@ -46,7 +45,7 @@ def simulate(
     site: str | None,
     progress: Callable[[str, float, float], None],
 ) -> SimReport:
-    """Play all policies; the same arguments give the same result. Ctrl-C ends it with what is known so far.
+    """Play all policies; the same arguments give the same result.
 
     Args:
         trace: a file, or one of the names of those that come with Fallow.
@@ -61,7 +60,7 @@ def simulate(
         progress: called with the policy, the share of it that was played, and its ideal ratio so far.
 
     Raises:
-        FallowError: the words make no sense, or it was ended before there was anything to report.
+        FallowError: the words make no sense.
     """
     for name in policies:
         if name not in POLICIES:
@@ -81,28 +80,20 @@ def simulate(
     restarts = replace(in_place, costs=published.restart(costs, start))
     run_plans = published.plans(runs, harvested(source.site))
     played: list[PolicyScore] = []
-    begin, lasts_s, stopped = source.begin, source.end - source.begin, False
+    begin, lasts_s = source.begin, source.end - source.begin
     for name in dict.fromkeys(policies):
         engine = SlurmSim(source.site, window.seed, begin, source.jobs, changes=source.changes, plans=plans)
         head = POLICIES[name](engine, run_plans, restarts if name == "restart" else in_place)
-        with suppress(KeyboardInterrupt):
-            play(head, source.end, lambda at, ratio: progress(name, (at - begin) / lasts_s, ratio))  # noqa: B023
-        seconds = engine.now - begin
+        play(head, source.end, lambda at, ratio: progress(name, (at - begin) / lasts_s, ratio))  # noqa: B023
         notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
-        if seconds > 0:
-            score = asdict(head.meter.score())
-            played.append(PolicyScore(**score, name=name, seconds=seconds, notes=notes if engine.refused else []))
-        stopped = seconds < lasts_s
-        if stopped:
-            break
-    if not played:
-        raise FallowError("simulate: interrupted before there was anything to report", Exit.TEMPFAIL)
-    first = {field: value for field, value in asdict(played[0]).items() if field in SimReport.__struct_fields__}
+        score = asdict(head.meter.score())
+        played.append(PolicyScore(**score, name=name, notes=notes if engine.refused else []))
+    first = {field: getattr(played[0], field) for field in Score.__struct_fields__}
     # Under which rules it was played: those of the trace's own site, where it has one.
     arm = [] if source.changes is None else [f"plans {plans}"]
     arm += ["the site's own Slurm" if site else window.profile, f"runs {runs}"]
     arm += [f"backfill every {source.site.scheduler.bf_interval_s:g} s", f"polls every {poll_s:g} s"]
-    return SimReport(**first, policies=played, trace=read, seed=window.seed, arm=", ".join(arm), stopped=stopped)
+    return SimReport(**first, policies=played, trace=read, seed=window.seed, seconds=lasts_s, arm=", ".join(arm))
 
 
 def play(head: Head, until: float, progress: Callable[[float, float], None] = lambda at, ratio: None) -> None:

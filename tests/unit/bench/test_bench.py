@@ -4,11 +4,15 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import bench.rows
+import fallow
 from bench import changes, harvest, head, session, steady
 from bench.__main__ import INTERRUPTED, main, measure, parse
 from bench.rows import Row, Settings, ours
@@ -110,6 +114,21 @@ def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture
     assert "Traceback" not in told and len(told) < 2000
 
 
+def test_what_is_started_in_another_folder_is_of_this_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(settings: Settings) -> Iterator[Row]:
+        argv = [sys.executable, "-Pc", "import bench.rows, fallow; print(bench.rows.__file__, fallow.__file__)"]
+        yield Row(name=subprocess.check_output(argv, cwd=tmp_path, text=True), ours=ours([0.5]))
+
+    monkeypatch.setattr(changes, "run_pause", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("PYTHONPATH", "daemon:.")
+    assert measure(parse(["pause", "--json"])) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["name"].split() == [bench.rows.__file__, fallow.__file__]
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -126,6 +145,7 @@ def test_rows_outlive_a_benchmark_that_does_not_come_to_its_end(
         raise end
 
     monkeypatch.setattr(changes, "run_pause", run)
+    monkeypatch.setenv("PYTHONPATH", "")
     before, settings = signal.getsignal(signal.SIGTERM), parse(["pause", "--json"])
     try:
         assert measure(settings) == code

@@ -134,6 +134,26 @@ def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(folder: Path,
     assert "there is: n3.0, n3.1, n4" in done.err
 
 
+def test_logs_begin_with_the_older_piece_also_where_the_log_becomes_it_meanwhile(
+    folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its largest size an agent renames a log, and begins a new one."""
+    log, older = folder / "n3.0.log", folder / "n3.0.log.1"
+    older.write_bytes(b"one\ngr" + "ö".encode()[:1])
+    log.write_bytes("ö".encode()[1:] + "ße\n".encode())
+    assert fallow("logs", "r1").out == "one\ngröße\n"
+    opened = Path.open
+
+    def rename_first(path: Path, *mode: str) -> Any:
+        if path == older and log.exists():
+            log.rename(older)
+        return opened(path, *mode)
+
+    log.write_text("two\n")
+    monkeypatch.setattr(Path, "open", rename_first)
+    assert fallow("logs", "r1").out == "two\n"
+
+
 def test_logs_of_a_run_that_failed_before_it_trained_are_what_was_written(
     desk: Desk, folder: Path, fallow: Fallow
 ) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.progress import Progress, TaskID
 
 from fallow.cli.main import invoke
 from fallow.model import Exit, SimReport
@@ -86,26 +84,6 @@ def test_careless_words_are_refused_before_anything_is_played(
     assert captured.err.count("\n") == 1
     assert invoke(["simulate"]) == Exit.USAGE
     assert "earth, philly, summit" in capsys.readouterr().err, "the traces that there are"
-
-
-def test_ctrl_c_ends_it_with_what_is_known(
-    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the midst of the second policy."""
-    usual = Progress.update
-
-    def update(bar: Progress, task: TaskID, **more: Any) -> None:
-        if task == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        usual(bar, task, **more)
-
-    monkeypatch.setattr(Progress, "update", update)
-    code, found = said(capsys, *words(trace, "--policy", "greedy", "--policy", "ours", "--policy", "ideal"))
-    assert code == Exit.TEMPFAIL
-    assert found["stopped"]
-    assert [policy["name"] for policy in found["policies"]] == ["greedy", "ours"]
-    first, second = (policy["seconds"] for policy in found["policies"])
-    assert 0 < second < first
 
 
 def test_the_same_seed_gives_the_same_bytes(trace: Path) -> None:

@@ -61,6 +61,7 @@ def audit(
     steps: int,
     per_step: int,
     gaps: Iterable[Gap] = (),
+    reached: int | None = None,
 ) -> SampleReport:
     """Count consumed, lost and duplicated samples.
 
@@ -72,19 +73,27 @@ def audit(
         steps: finished steps of the run.
         per_step: samples in a full step; stands in for a step of which no record exists at all.
         gaps: further ones than those among the records.
+        reached: finished steps of those who train now; None: all. Behind a checkpoint it is fewer than `steps` for a
+            while: what was done before and will be done again does not count.
 
     Returns:
         What is missing in a step of a gap is neither consumed nor lost but unknown.
     """
     begun: dict[int, int] = {}
+    done: dict[int, int] = {}
     doubtful = list(gaps)
     for record in records:
         if isinstance(record, Start):
             begun[record.generation] = record.first_step
+        elif isinstance(record, Done):
+            done[record.generation] = max(done.get(record.generation, 0), record.step + 1)
         elif isinstance(record, Gap):
             doubtful.append(record)
     # A generation that was broken off before all its members had said so is known from their own records only.
-    owner = _owners({**begun, **first_steps}, steps)
+    begun |= first_steps
+    if reached is not None and begun:
+        steps = _standing(begun, done, steps, reached)
+    owner = _owners(begun, steps)
     shards, found, totals = [0] * steps, array("q", bytes(8 * steps)), array("q", [per_step]) * steps
     duplicated = 0
     for record in records:
@@ -103,6 +112,13 @@ def audit(
     return SampleReport(
         consumed=consumed, lost=sum(totals) - consumed - unknown, duplicated=duplicated, unknown=unknown
     )
+
+
+def _standing(begun: Mapping[int, int], done: Mapping[int, int], steps: int, reached: int) -> int:
+    """Finished steps, without those that the newest generation will do again. Args: done: as the records say."""
+    newest = max(begun)
+    went_back = any(end > begun[newest] for generation, end in done.items() if generation < newest)
+    return min(steps, max(begun[newest], reached, done.get(newest, 0))) if went_back else steps
 
 
 def _owners(first_steps: Mapping[int, int], steps: int) -> "array[int]":

@@ -74,6 +74,7 @@ def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationRepor
     first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
     root = roster.root
     steps = root.final.steps if root.final is not None else roster.front
+    reached = None if root.final is not None else max((roster.nodes[n].step for n in roster.members), default=0)
     incomplete = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
     gaps = [
         Gap(first_step=first, last_step=_last_step(history, member_name(n)))
@@ -82,7 +83,7 @@ def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationRepor
     ]
     per_step = 0 if root.contract is None else root.contract.global_batch
     records = _Records(folder, root.highest)
-    return lambda: audit(records, first_steps, steps, per_step, gaps)
+    return lambda: audit(records, first_steps, steps, per_step, gaps, reached)
 
 
 @dataclass

@@ -95,7 +95,7 @@ class Timeline:
         self._cluster, self._job, self._now, self._late_s = cluster, job, now, late_s
         self._gone_tier = job.partition.tier if may_preempt else -1
         changes: dict[float, int] = {}
-        for at, nodes in self._whole() if job.whole else self._shared():
+        for at, nodes in self._rooms():
             changes[at] = changes.get(at, 0) | nodes
         self._times, self._nodes, mask = sorted(changes), [], 0
         for at in self._times:
@@ -138,28 +138,15 @@ class Timeline:
             return self._now + ENDING_S
         return job.end_at if job.end_at > self._now else self._now + self._late_s
 
-    def _whole(self) -> Iterable[tuple[float, int]]:
-        """(time, nodes that are empty from then on): each when the last of its jobs ends."""
-        cluster, taken = self._cluster, 0
-        ends = [
-            (self._end(job), job.mask)
-            for job in cluster.on_nodes.values()
-            if not job.is_preemptable_by(self._gone_tier)
-        ]
-        for at, mask in sorted(ends, reverse=True):
-            if mask & ~taken:
-                yield at, mask & ~taken
-            taken |= mask
-        yield 0.0, cluster.everything & ~taken
-
-    def _shared(self) -> Iterable[tuple[float, int]]:
-        """(time, nodes with so many free slots from then on)."""
+    def _rooms(self) -> Iterable[tuple[float, int]]:
+        """(time, node with room for the job from then on)."""
         for place in places(self._cluster.everything):
             jobs = [job for job in self._cluster.jobs[place] if not job.is_preemptable_by(self._gone_tier)]
             size = self._cluster.slots[place]
+            wanted = size if self._job.whole else max(1, self._job.slots)
             free = size - sum(size if job.whole else job.slots for job in jobs)
             for at, job in [(0.0, None), *sorted(((self._end(job), job) for job in jobs), key=lambda item: item[0])]:
                 free += 0 if job is None else size if job.whole else job.slots
-                if free >= max(1, self._job.slots):
+                if free >= wanted:
                     yield at, 1 << place
                     break

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.membership.messages import Contract
+from fallow.core.membership.messages import Contract, Finish
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.training.audit import audit
 from fallow.head.api.reports import sample_count
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
-from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, read_ledger
+from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
 
 DEADLINE_S = 120.0
 
@@ -135,6 +135,32 @@ def test_a_run_that_goes_back_while_its_samples_are_counted_has_lost_none(tmp_pa
     write("n1.ledger", 2, range(5, 7))
     report = count()
     assert (report.consumed, report.lost, report.duplicated) == (40, 0, 0)
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_what_is_done_again_behind_a_checkpoint_is_not_lost_meanwhile(tmp_path: Path, suspended: bool) -> None:
+    """The only member was killed at step 10; the next one begins at 5, is at step 8 and has lost what it did at 6."""
+
+    def write(name: str, generation: int, steps: list[int]) -> None:
+        ledger = Ledger(tmp_path / name)
+        ledger.add(Start(generation=generation, first_step=steps[0]))
+        for step in steps:
+            ledger.add(fed(step, generation))
+            ledger.add(Done(generation=generation, step=step))
+        ledger.flush()
+
+    write("n0.ledger", 1, list(range(10)))
+    write("n1.ledger", 2, [5, 7])
+    contract = Contract(signature="s", shards=1, global_batch=4)
+    roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1, contract=contract, front=10, highest=2))
+    if not suspended:
+        roster.add(Node(id=1, host="h1", token="t", boot=1, slots=1, entry="", seat=1, step=8))
+    report = sample_count(tmp_path, roster, [])()
+    assert (report.consumed, report.lost, report.duplicated) == (28, 4, 0)
+    roster.root.front = 12
+    roster.root.final = Finish(generation=2, steps=12, digest="d")
+    report = sample_count(tmp_path, roster, [])()
+    assert (report.consumed, report.lost) == (28, 20), "of a run that is finished, all steps count"
 
 
 def test_records_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None:
