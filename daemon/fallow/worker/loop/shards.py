@@ -321,7 +321,7 @@ class Shards(InnerLoop):
         mid_update, step = self._update.asked or bool(self._update.phases_done), member.place.position.step
         depends_on_step = self._update.depends_on_step
         met = self._loop.meeting.come_together(
-            Kind.STEP, rewind=member.reduction.forget, sums_of=self._sums_of, mid_update=mid_update
+            Kind.STEP, rewind=member.reduction.forget, sums_of=self._sums_of, bars_newcomers=mid_update
         )
         if met.outcome is not None:
             self._take(decode_outcome(met.outcome))
