@@ -11,7 +11,7 @@ members then make the sum again, and its buckets leave at the end, as they do in
 
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -176,7 +176,8 @@ class Reduction:
         self._body = _Body(weight, final, live, threading.get_ident())
         self._stream = self._stream or current_stream(self._device)
         self._follow_stream()
-        for bucket, *counts in zip(self._buckets, self._most, *self._most_of_late[self._phase], strict=True):
+        of_late = self._most_of_late.get(self._phase, [self._guess])
+        for bucket, *counts in zip(self._buckets, self._most, *of_late, strict=True):
             bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
 
@@ -254,7 +255,7 @@ class Reduction:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
-        self._most_of_late[self._phase].append(self._most)
+        self._most_of_late.setdefault(self._phase, deque([self._guess], maxlen=PATIENCE)).append(self._most)
         unused = enumerate(self._unused_sums())
         self._unused[self._phase] = [unused_sums(before, is_used=n in used) for n, before in unused]
         if sums.order is not None and self.order is None:
@@ -418,11 +419,12 @@ class Reduction:
         found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
         self._places[:] = [found[index] for index in range(len(self._params))]
         self._unused = {}
-        guess = [len(bucket.members) for bucket in self._buckets]
-        self._most = guess
+        self._guess = [len(bucket.members) for bucket in self._buckets]
+        "by bucket, gradients in a body of which nothing is known"
+        self._most = self._guess
         "by bucket, the most gradients in a body of this attempt"
-        self._most_of_late: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
-        "phase -> the same for each sum of late; begins with a guess"
+        self._most_of_late: dict[str, deque[list[int]]] = {}
+        "phase -> the same for each sum of late that was given out; begins with the guess"
         self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:
