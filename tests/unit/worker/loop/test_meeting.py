@@ -218,6 +218,22 @@ def test_streams_of_unlike_length_are_told_before_sums_of_unlike_length_travel(t
     assert any("step 1: the members cut it into 1 and 4 shards" in str(one) for one in found.values()), found
 
 
+def test_a_later_loop_that_members_cut_unlike_is_told_before_sums_of_unlike_length_travel(tmp_path: Path) -> None:
+    """They have compared how they cut the loop before, in the same generation: that says nothing of this one."""
+
+    def train(run: Run) -> Script:
+        script = Script(run)
+        batch_size = 4 if run._member.session.worker == "a" else GLOBAL_BATCH  # type: ignore[union-attr]
+        later = run.prepare(DataLoader(points(), batch_size), global_batch=GLOBAL_BATCH)
+        script.prepare(reproducible=True).train()
+        script.loader = later
+        script.train()
+        return script
+
+    found = World(tmp_path, Generation("ab")).train(train)
+    assert any("rank 1 cuts a step into 1 shards of 16 samples" in str(one) for one in found.values()), found
+
+
 def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others heard the answer; the newcomer lost its group before, and its state has not come."""
     breaks = Break(2, "a")
