@@ -9,8 +9,6 @@ leave at the end of the sum. One that is too low makes the sum void: a gradient 
 members then make the sum again, and its buckets leave at the end, as they do in a newcomer's first sum.
 """
 
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +55,6 @@ class _Body:
     "the member's last one in this attempt"
     is_live: bool
     "no rehearsal"
-    script_thread: int
     in_backward: bool = False
 
 
@@ -127,7 +124,7 @@ class Reduction:
         self.nothing = False
         "no member made a backward in the last sum"
         self.after_backward: Callable[[], None] = lambda: None
-        "called when an outermost backward is over"
+        "called when a backward is over"
         for index, parameter in enumerate(self._params):
             frozen = not parameter.requires_grad
             parameter.requires_grad_(True)  # no hook is taken otherwise
@@ -173,7 +170,7 @@ class Reduction:
             final: it is the member's last one in this attempt.
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
-        self._body = _Body(weight, final, live, threading.get_ident())
+        self._body = _Body(weight, final, live)
         self._stream = self._stream or current_stream(self._device)
         self._follow_stream()
         of_late = self._most_of_late.get(self._phase, [self._guess])
@@ -356,11 +353,10 @@ class Reduction:
             )
             return False
         body.in_backward = True
-        is_outermost = _backwards_on_stack() <= (threading.get_ident() == body.script_thread)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(is_outermost))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
 
-    def _end_backward(self, is_outermost: bool) -> None:
+    def _end_backward(self) -> None:
         """Autograd's own callback, which it leaves out if the backward raises.
 
         Reentrant activation checkpointing runs a backward inside of another one. If all gradients come in inner ones,
@@ -372,8 +368,7 @@ class Reduction:
         for bucket in self._buckets:
             if bucket.waiting:
                 self._fill(bucket, bucket.take_waiting())
-        if is_outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
-            self.after_backward()
+        self.after_backward()
 
     def _fill(self, bucket: Bucket, arrived: Arrived) -> None:
         """Add what has arrived, and launch what is complete."""
@@ -438,12 +433,3 @@ class Reduction:
             parameter.grad = None
         for bucket in self._buckets:
             bucket.take_waiting()
-
-
-def _backwards_on_stack() -> int:
-    """Backward calls on this thread's stack. Of the outermost one the stack of a device's thread knows nothing."""
-    code, frame, depth = torch.autograd.backward.__code__, sys._getframe(), 0
-    while frame is not None:
-        depth += frame.f_code is code
-        frame = frame.f_back  # type: ignore[assignment]
-    return depth
