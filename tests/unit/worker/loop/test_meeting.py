@@ -272,24 +272,6 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
     assert answers == {"a": [0.5, 0.5, 1.0, 1.0], "b": [0.5, 0.5, 1.0, 1.0], "c": [1.0, 1.0]}
 
 
-@pytest.mark.parametrize("where", ["at first", "in each forward"])
-def test_a_newcomer_receives_a_buffer_that_is_expanded(where: str, tmp_path: Path) -> None:
-    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
-
-    def train(run: Run) -> Training:
-        model: Any = large()
-        model[0].register_buffer("scale", torch.ones(1).expand(8))
-        training, layer = Training(run, model), model[0]
-        if where == "in each forward":
-            layer.register_forward_pre_hook(lambda *_: setattr(layer, "scale", layer.weight.detach()[0, :1].expand(8)))
-        return training.run_through(lambda update: layer.scale.mul_(2.0 if update.step < 2 else 1.0))
-
-    found = world.train(train)
-    assert_alike(found)
-    if where == "at first":
-        assert found["c"].model[0].scale.tolist() == [4.0] * 8
-
-
 def test_a_newcomer_has_frozen_what_the_others_have_though_one_of_them_has_its_model_in_eval(tmp_path: Path) -> None:
     """Its script has not come by the lines that froze the layer."""
     world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
