@@ -87,8 +87,6 @@ class Reduction:
         self.arithmetic = arithmetic
         self.buffers = buffers
         self._group = Group(0, 0, 1, None)
-        self._memory_is_stale = False
-        "an abandoned group may still write into the memory of the sums"
         self.order: list[int] | None = None
         "parameters as rank 0's gradients came in the run's first sum; None: there was none"
         self._touched: dict[int, None] = {}
@@ -119,8 +117,8 @@ class Reduction:
         self._mistake: Exception | None = None
         "raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
-        self.held = False
-        "this member's sums are complete and untouched"
+        self.sums_of = 0
+        "generation + 1 in which this member got the sums of this attempt, which are untouched; 0: it has not got them"
         self.nothing = False
         "no member made a backward in the last sum"
         self.after_backward: Callable[[], None] = lambda: None
@@ -133,7 +131,9 @@ class Reduction:
 
     def attach(self, group: Group) -> None:
         """Sum over another generation's group from now on."""
-        self._memory_is_stale = self._memory_is_stale or self._group.broken is not None
+        if self._group.broken is not None:  # it was abandoned, and may still write into the memory of its sums
+            self.arithmetic.renew()
+            self.buffers.renew()
         self._group = group
 
     # ------------------------------------------------------------------------------------------------- one attempt
@@ -148,11 +148,7 @@ class Reduction:
         """
         self._handed_gradients = [None] * len(self._params)
         self._clear()
-        if self._memory_is_stale:
-            self.arithmetic.renew()
-            self.buffers.renew()
-            self._memory_is_stale = False
-        self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
+        self._phase, self._takes_gradients, self.sums_of, self.nothing = phase, True, 0, False
         self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
         # A newcomer does not know of the others' second backwards, and in its first sum would make all begin anew.
         is_guess = self.order is not None and phase not in self._most_of_late
@@ -219,7 +215,7 @@ class Reduction:
             self.arithmetic.conclude(self._group)
             self._group.wait_and_verify()  # only now may this member say that it has the sums
         decides_order = self._touched and self._group.rank == 0 and self.order is None
-        self.held = True
+        self.sums_of = self._group.generation + 1
         return tell(
             Sums(
                 is_void=self._is_void,
@@ -237,7 +233,7 @@ class Reduction:
         Returns:
             False if all members must do the phase again, because the sum is void.
         """
-        self.held = False
+        self.sums_of = 0
         touched = numbers_in(sums.touched)
         used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         if sums.is_void:
@@ -262,8 +258,7 @@ class Reduction:
 
     def drop(self) -> None:
         """This attempt is void."""
-        self._takes_gradients = self.held = False
-        self._body = None
+        self._takes_gradients, self.sums_of, self._body = False, 0, None
         self._clear()
 
     def forget(self) -> None:
@@ -359,8 +354,7 @@ class Reduction:
     def _end_backward(self) -> None:
         """Autograd's own callback, which it leaves out if the backward raises.
 
-        Reentrant activation checkpointing runs a backward inside of another one. If all gradients come in inner ones,
-        autograd tells the ends of these only.
+        Reentrant activation checkpointing runs backwards inside of another one, which have ends of their own.
         """
         if self._body is not None:
             self._body.in_backward = False
