@@ -93,7 +93,6 @@ class Run:
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
         done = [self._prepare_one(thing, global_batch) for thing in objects]
-        self._prepared.give_own_memory()
         if self._prepared.reproducible:
             enforce(self._prepared.devices())  # before the script makes graphs, which keep their kernels
         return done[0] if len(done) == 1 else tuple(done)

@@ -33,7 +33,11 @@ def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> I
 
     def behind_backward() -> None:
         if gate.backward:
-            raise FallowError(f"a second backward in the body of a run.steps loop: {_TWO_LEVELS}", Exit.DATA)
+            raise FallowError(
+                "a second backward in the body of a run.steps loop (torch.utils.checkpoint makes some, if it is not "
+                f"called with use_reentrant=False): {_TWO_LEVELS}",
+                Exit.DATA,
+            )
         gate.backward = True
         shards = loop.update.open if loop.update is not None else None
         if shards is not None:

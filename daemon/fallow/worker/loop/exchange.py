@@ -64,8 +64,8 @@ class Opening(NamedTuple):
     "finished operations"
     kind: int
     step: int
-    mid_update: int
-    "1: inside of an update, behind the place where newcomers begin it"
+    bars_newcomers: int
+    "1: in a run.mean or run.barrier, or inside of an update behind the place where newcomers begin it"
     ended: int
     "1: its script is over"
     standing: int

@@ -61,7 +61,7 @@ class Meeting:
     # ------------------------------------------------------------------------------------------------ an opening
 
     def open(
-        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, mid_update: bool = False, ended: bool = False
+        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, bars_newcomers: bool = False, ended: bool = False
     ) -> None:
         """Tell where this member is, once for each operation in a generation.
 
@@ -69,7 +69,7 @@ class Meeting:
             kind: of the operation.
             value: this member's part of a joint call.
             sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
-            mid_update: inside of an update, behind the place where newcomers begin it.
+            bars_newcomers: see `Opening`.
             ended: its script is over.
 
         Raises:
@@ -85,7 +85,7 @@ class Meeting:
             op=place.position.op,
             kind=kind,
             step=place.position.step,
-            mid_update=mid_update,
+            bars_newcomers=bars_newcomers,
             ended=ended,
             standing=standing.value,
             sums_of=sums_of,
@@ -215,8 +215,8 @@ class Meeting:
         holders = ranks.newest
         self._check(openings, holders)
         someone_joins = bool(ranks.stale) or any(not one.since for one in openings)
-        if someone_joins and any(openings[rank].mid_update for rank in holders):
-            self._interrupt("the members are amid an update: who is to take part waits for its end")
+        if someone_joins and any(openings[rank].bars_newcomers for rank in holders):
+            self._interrupt("the members are amid an update, or in run.mean or run.barrier: who is to join them waits")
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
@@ -293,7 +293,7 @@ class Meeting:
             self._conclude(met.kind, met.outcome)
         self._member.place.came_at_end = met.kind is Kind.END
 
-    def joint(self, kind: Kind, value: float = 0.0, *, mid_update: bool = False, ended: bool = False) -> float:
+    def joint(self, kind: Kind, value: float = 0.0, *, ended: bool = False) -> float:
         """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
 
         Raises:
@@ -305,7 +305,7 @@ class Meeting:
         begun = place.position.op
         self._member.note_call(in_call=True)
         try:
-            met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
+            met = self.come_together(kind, value=value, bars_newcomers=kind is not Kind.END, ended=ended)
         except Answered as answered:
             met = Met(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:

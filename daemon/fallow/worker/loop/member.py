@@ -58,7 +58,7 @@ class Member:
     @cached_property
     def buffers(self) -> StepBuffers:
         """The modules' buffers, in a step."""
-        return StepBuffers(self.prepared.make_buffers_writable)
+        return StepBuffers(self.prepared.buffers)
 
     @cached_property
     def pace(self) -> Pace:

@@ -51,8 +51,6 @@ class Position(msgspec.Struct, kw_only=True):
     "generation + 1 in which it did"
     acts: int = 0
     "steps of prepared optimizers since the last inner loop"
-    outside_since: int | None = None
-    "`op` when the call before ended, or this epoch began; None: in a call"
     passes: int = 0
     "finished passes in this call"
     call_steps: int = 0
@@ -89,7 +87,6 @@ class Position(msgspec.Struct, kw_only=True):
 
     def finish_call(self) -> None:
         """Count one finished run.updates call; a pass that `max_steps` cut short is not taken up again."""
-        self.outside_since = self.op
         if self.index:
             self.index = 0
             self.data_epoch += 1
@@ -98,7 +95,6 @@ class Position(msgspec.Struct, kw_only=True):
 
     def come_to(self, mark: Mark) -> None:
         """Begin an epoch, or end a loop over epochs."""
-        self.outside_since = self.op
         self.loop, self.inside, self.loop_epoch = mark
         self.call = 0
 
@@ -132,8 +128,6 @@ class Place:
         self.mark = Mark()
         self.calls = 0
         "run.updates calls that the script has begun behind its mark"
-        self.asked = 0
-        "run.mean and run.barrier that it has come by behind the last of them, or behind its mark"
         self.epochs_in_loop = 1
         "epochs of the run.epochs loop that the script is in"
         self._loop_left = False
@@ -202,7 +196,7 @@ class Place:
 
     def _set_mark(self, mark: Mark) -> None:
         self.mark = mark
-        self.calls = self.asked = 0
+        self.calls = 0
 
     def _leave_loop(self) -> None:
         self.epochs_in_loop = 1
@@ -254,7 +248,6 @@ class Place:
     def begin_call(self) -> int:
         """Count one run.updates call of the script; returns its number."""
         self.calls += 1
-        self.asked = 0
         return self.calls - 1
 
     def behind(self, call: int) -> bool:
@@ -274,7 +267,6 @@ class Place:
         """The script is in the call that the members are in."""
         self.in_sync = True
         self.came_at_end = False
-        self.position.outside_since = None
 
     def ends_call_with_members(self, call: int | None) -> bool:
         """The script has come to the end of that call: True if it is in sync there.
@@ -286,27 +278,6 @@ class Place:
         if here:
             self.in_sync, self.came_at_end = True, False
         return here
-
-    def begin_asking(self) -> bool:
-        """Count one `run.mean` or `run.barrier` outside of a call.
-
-        A newcomer may have come while the members waited for each other in one. There it is in sync: what the script
-        does from there on to the next call, the members have not done yet.
-
-        Returns:
-            True if this is where that newcomer came to the members.
-        """
-        self.asked += 1
-        since = self.position.outside_since
-        if not self.joined or self.in_sync or self.astray or since is None:
-            return False
-        self.in_sync = 0 <= self.position.op - since <= self.asked  # below 0: counted by processes before a suspension
-        return self.in_sync
-
-    @property
-    def answered(self) -> bool:
-        """The members have the answer to what the script asks for as it comes to them."""
-        return self.position.outside_since is not None and self.asked == self.position.op - self.position.outside_since
 
     def elsewhere(self, call: int | None) -> bool:
         """After a rollback, inside the call of that number: True if the members are in another place than here.

@@ -125,10 +125,8 @@ class Shards(InnerLoop):
         super().__init__(loop, update, phase)
         self._attempt: _Attempt | None = None
         "in the generation at work"
-        self._sums_of = 0
-        "generation + 1 in which this member got their sums"
         at = self._member.place.position
-        self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
+        update.cut = self._source.cut(at.data_epoch, at.index)
 
     def __next__(self) -> Any:
         if self.left:
@@ -169,7 +167,7 @@ class Shards(InnerLoop):
 
     def _deal(self) -> None:
         """This member's shards in this generation, from the beginning."""
-        member, at, cut = self._member, self._member.place.position, self._cut
+        member, at, cut = self._member, self._member.place.position, self._update.cut
         if not self.begun and member.reduction.stray():
             raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
         self._loop.watch.begin_step()
@@ -189,11 +187,11 @@ class Shards(InnerLoop):
     def _hand_out(self, attempt: _Attempt) -> Any:
         member, at = self._member, self._member.place.position
         duty = attempt.queue.pop(0)
-        size = self._cut.sizes[duty.shard]
+        size = self._update.cut.sizes[duty.shard]
         if attempt.has_begun:
             member.buffers.restore()
         attempt.has_begun = True
-        self._shard, self._weight = duty.shard, size / self._cut.samples if duty.counts else 0.0
+        self._shard, self._weight = duty.shard, size / self._update.cut.samples if duty.counts else 0.0
         member.reduction.begin_body(self._weight, final=not attempt.queue)
         member.pace.begin_body(is_full=size == self._source.batch_size)
         if self._source.draws:
@@ -201,7 +199,7 @@ class Shards(InnerLoop):
         batch = self._batch(Key(at.data_epoch, at.index, duty.shard))
         if duty.counts:
             attempt.samples += size
-            attempt.crc += self._cut.crcs[duty.shard]
+            attempt.crc += self._update.cut.crcs[duty.shard]
             self._record(duty.shard)
         member.seed_random("body", at.step, self.phase, duty.shard)
         self._loop.generations.report_arrival()
@@ -232,9 +230,9 @@ class Shards(InnerLoop):
                 epoch=at.data_epoch,
                 step=at.step,
                 shard=shard,
-                n=self._cut.sizes[shard],
-                total=self._cut.samples,
-                crc=self._cut.crcs[shard],
+                n=self._update.cut.sizes[shard],
+                total=self._update.cut.samples,
+                crc=self._update.cut.crcs[shard],
             )
         )
 
@@ -258,14 +256,13 @@ class Shards(InnerLoop):
         parts: list[Part] = []
 
         def tell(sums: Sums) -> Sums:
-            self._sums_of = member.group.generation + 1
             # Nobody acts before it has heard this member, whose state and records are complete by then.
             if not member.standing.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
             own = encode(self._part(attempt, sums))
             parts[:] = map(decode_part, self._loop.generations.hear(lambda: member.group.gather(own)))
-            check_parts(parts, at.step, self._cut, drift=not member.prepared.reproducible)
+            check_parts(parts, at.step, self._update.cut, drift=not member.prepared.reproducible)
             return Sums.joined([part.sums for part in parts])
 
         sums = member.reduction.finish(tell)
@@ -290,7 +287,8 @@ class Shards(InnerLoop):
 
     def _take(self, outcome: Outcome) -> None:
         """Everybody has the sums: they become gradients, unless they are void."""
-        member, at, generation = self._member, self._member.place.position, self._sums_of - 1
+        member, at = self._member, self._member.place.position
+        generation = member.reduction.sums_of - 1
         if not member.reduction.give_out(outcome.sums):
             # The same shards in the same generation: they are in the ledger already, only their batches are used up.
             member.reduction.drop()
@@ -315,13 +313,11 @@ class Shards(InnerLoop):
         if self._attempt is not None:
             # Now, and once: members compare their state, and what this one receives may not be overwritten.
             member.buffers.restore()
-        if self._attempt is None or not member.reduction.held:
-            self._sums_of = 0
         # Newcomers would do by themselves what the members have done together in this update.
         mid_update, step = self._update.asked or bool(self._update.phases_done), member.place.position.step
         depends_on_step = self._update.depends_on_step
         met = self._loop.meeting.come_together(
-            Kind.STEP, rewind=member.reduction.forget, sums_of=self._sums_of, mid_update=mid_update
+            Kind.STEP, rewind=member.reduction.forget, sums_of=member.reduction.sums_of, bars_newcomers=mid_update
         )
         if met.outcome is not None:
             self._take(decode_outcome(met.outcome))
@@ -332,5 +328,5 @@ class Shards(InnerLoop):
         at = member.place.position
         if at.step != step:
             self._update.batches.clear()
-        self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
+        self._update.cut = self._source.cut(at.data_epoch, at.index)
         self._attempt = None

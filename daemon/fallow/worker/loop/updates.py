@@ -347,16 +347,11 @@ class Loop:
                 )
             if self.update is not None:
                 self.update.asked = True
-            answer = self.meeting.joint(kind, value, mid_update=True)
+            answer = self.meeting.joint(kind, value)
             self.check_place(mid_update=True)
             return answer
         self.end_call()
-        place = self.member.place
-        if place.begin_asking():
-            self._catch_up.put_back()
-            if place.answered:
-                return self.meeting.answer
-        if not place.in_sync:
+        if not self.member.place.in_sync:
             return value
         answer = self.meeting.joint(kind, value)
         self._goes_elsewhere(None)

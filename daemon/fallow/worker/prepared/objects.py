@@ -87,29 +87,6 @@ class Prepared:
                 Exit.DATA,
             )
 
-    def give_own_memory(self) -> None:
-        """Give expanded parameters and buffers memory of their own: no state could be copied into what they are.
-
-        Raises:
-            FallowError: one is a view of another, from which a copy would be cut off.
-        """
-        modules = [thing for thing in (*self.modules, *self.others) if isinstance(thing, nn.Module)]
-        named = [
-            (f"{type(module).__name__}.{name}", tensor) for module in modules for name, tensor in _named(module).items()
-        ]
-        for name, tensor in named:
-            if not _is_expanded(tensor):
-                continue
-            memory = tensor.untyped_storage()
-            for other_name, other in named:
-                if other is not tensor and other.untyped_storage() is memory:
-                    raise FallowError(
-                        f"prepare: {name} is an expanded view of the memory of {other_name}, so it cannot be handed to "
-                        "a member that joins: expand it in forward(), or register a copy, as clone() makes it",
-                        Exit.DATA,
-                    )
-            tensor.data = tensor.data.contiguous()
-
     def acting(self) -> list[tuple[Any, list[str]]]:
         """Objects that change their state once per step, and the names of the methods that do it."""
         things = [*self.optimizers, *self.others]
@@ -134,24 +111,13 @@ class Prepared:
     def _trains(self, tensor: torch.Tensor) -> bool:
         return tensor.requires_grad or tensor in self._trainable
 
-    def make_buffers_writable(self) -> list[torch.Tensor]:
-        """Replace each expanded tensor that a forward put in a buffer's place by a copy.
-
-        Returns:
-            All buffers of all modules, in order, shared ones once.
-        """
+    def buffers(self) -> list[torch.Tensor]:
+        """All buffers of all modules, in order, shared ones once."""
         if self._buffer_places is None:
             parts = (part for module in self.modules for part in module.modules())
             self._buffer_places = [(part._buffers, name) for part in parts for name in part._buffers]
         found = {id(buffer): buffer for inside, name in self._buffer_places if (buffer := inside[name]) is not None}
-        expanded = [buffer for buffer in found.values() if _is_expanded(buffer)]
-        if not expanded:
-            return list(found.values())
-        # Not into its `data`: it has the version counter of what it is a view of, which may be a parameter.
-        copies = {id(each): each.detach().clone(memory_format=torch.contiguous_format) for each in expanded}
-        for inside, name in self._buffer_places:
-            inside[name] = copies.get(id(inside[name]), inside[name])
-        return [copies.get(key, buffer) for key, buffer in found.items()]
+        return list(found.values())
 
     def weights(self) -> list[torch.Tensor]:
         """Parameters (frozen ones too) and buffers, as they come in `export`; a generation's checksum is over them."""
@@ -215,7 +181,6 @@ class Prepared:
             Exception: a script's own object raised it, which nobody but the script can explain.
         """
         try:
-            self.make_buffers_writable()
             for module, tensors in zip(self.modules, state["models"], strict=True):
                 _load_module(module, tensors, received)
             for optimizer, groups, saved in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
@@ -302,24 +267,21 @@ def _check_tensors(module: nn.Module) -> None:
     for name, tensor in _named(module).items():
         kind, advice = "", "register the plain tensors that it is made of, or keep a constant in a plain attribute"
         if tensor.is_meta:
-            kind, advice = "meta", "give it memory and values first, or leave it out of the module"
+            kind, advice = "a meta", "give it memory and values first, or leave it out of the module"
         elif tensor.is_nested:
-            kind = "nested"
+            kind = "a nested"
         elif tensor.is_quantized:
-            kind = "quantized"
+            kind = "a quantized"
         elif tensor.layout is not torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
+            kind = f"a {str(tensor.layout).removeprefix('torch.')}"
+        elif not tensor.is_contiguous() and 0 in tensor.stride():
+            kind, advice = "an expanded", "expand it in forward(), or register a copy, as contiguous() makes it"
         if kind:
             raise FallowError(
-                f"prepare: {type(module).__name__}.{name} is a {kind} tensor, which cannot be handed to a member that "
+                f"prepare: {type(module).__name__}.{name} is {kind} tensor, which cannot be handed to a member that "
                 f"joins: {advice}",
                 Exit.DATA,
             )
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Several of its elements lie in one place. (Most tensors are contiguous, which is told fastest.)"""
-    return not tensor.is_contiguous() and 0 in tensor.stride()
 
 
 def signature_of(layout: list[str]) -> str:

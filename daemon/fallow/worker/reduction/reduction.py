@@ -9,9 +9,7 @@ leave at the end of the sum. One that is too low makes the sum void: a gradient 
 members then make the sum again, and its buckets leave at the end, as they do in a newcomer's first sum.
 """
 
-import sys
-import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -57,7 +55,6 @@ class _Body:
     "the member's last one in this attempt"
     is_live: bool
     "no rehearsal"
-    script_thread: int
     in_backward: bool = False
 
 
@@ -90,8 +87,6 @@ class Reduction:
         self.arithmetic = arithmetic
         self.buffers = buffers
         self._group = Group(0, 0, 1, None)
-        self._memory_is_stale = False
-        "an abandoned group may still write into the memory of the sums"
         self.order: list[int] | None = None
         "parameters as rank 0's gradients came in the run's first sum; None: there was none"
         self._touched: dict[int, None] = {}
@@ -122,12 +117,12 @@ class Reduction:
         self._mistake: Exception | None = None
         "raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
-        self.held = False
-        "this member's sums are complete and untouched"
+        self.sums_of = 0
+        "generation + 1 in which this member got the sums of this attempt, which are untouched; 0: it has not got them"
         self.nothing = False
         "no member made a backward in the last sum"
         self.after_backward: Callable[[], None] = lambda: None
-        "called when an outermost backward is over"
+        "called when a backward is over"
         for index, parameter in enumerate(self._params):
             frozen = not parameter.requires_grad
             parameter.requires_grad_(True)  # no hook is taken otherwise
@@ -136,7 +131,9 @@ class Reduction:
 
     def attach(self, group: Group) -> None:
         """Sum over another generation's group from now on."""
-        self._memory_is_stale = self._memory_is_stale or self._group.broken is not None
+        if self._group.broken is not None:  # it was abandoned, and may still write into the memory of its sums
+            self.arithmetic.renew()
+            self.buffers.renew()
         self._group = group
 
     # ------------------------------------------------------------------------------------------------- one attempt
@@ -151,11 +148,7 @@ class Reduction:
         """
         self._handed_gradients = [None] * len(self._params)
         self._clear()
-        if self._memory_is_stale:
-            self.arithmetic.renew()
-            self.buffers.renew()
-            self._memory_is_stale = False
-        self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
+        self._phase, self._takes_gradients, self.sums_of, self.nothing = phase, True, 0, False
         self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
         # A newcomer does not know of the others' second backwards, and in its first sum would make all begin anew.
         is_guess = self.order is not None and phase not in self._most_of_late
@@ -173,10 +166,11 @@ class Reduction:
             final: it is the member's last one in this attempt.
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
-        self._body = _Body(weight, final, live, threading.get_ident())
+        self._body = _Body(weight, final, live)
         self._stream = self._stream or current_stream(self._device)
         self._follow_stream()
-        for bucket, *counts in zip(self._buckets, self._most, *self._most_of_late[self._phase], strict=True):
+        of_late = self._most_of_late.get(self._phase, [self._guess])
+        for bucket, *counts in zip(self._buckets, self._most, *of_late, strict=True):
             bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
 
@@ -221,7 +215,7 @@ class Reduction:
             self.arithmetic.conclude(self._group)
             self._group.wait_and_verify()  # only now may this member say that it has the sums
         decides_order = self._touched and self._group.rank == 0 and self.order is None
-        self.held = True
+        self.sums_of = self._group.generation + 1
         return tell(
             Sums(
                 is_void=self._is_void,
@@ -239,7 +233,7 @@ class Reduction:
         Returns:
             False if all members must do the phase again, because the sum is void.
         """
-        self.held = False
+        self.sums_of = 0
         touched = numbers_in(sums.touched)
         used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         if sums.is_void:
@@ -254,7 +248,7 @@ class Reduction:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
-        self._most_of_late[self._phase].append(self._most)
+        self._most_of_late.setdefault(self._phase, deque([self._guess], maxlen=PATIENCE)).append(self._most)
         unused = enumerate(self._unused_sums())
         self._unused[self._phase] = [unused_sums(before, is_used=n in used) for n, before in unused]
         if sums.order is not None and self.order is None:
@@ -264,8 +258,7 @@ class Reduction:
 
     def drop(self) -> None:
         """This attempt is void."""
-        self._takes_gradients = self.held = False
-        self._body = None
+        self._takes_gradients, self.sums_of, self._body = False, 0, None
         self._clear()
 
     def forget(self) -> None:
@@ -355,15 +348,13 @@ class Reduction:
             )
             return False
         body.in_backward = True
-        is_outermost = _backwards_on_stack() <= (threading.get_ident() == body.script_thread)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(is_outermost))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
 
-    def _end_backward(self, is_outermost: bool) -> None:
+    def _end_backward(self) -> None:
         """Autograd's own callback, which it leaves out if the backward raises.
 
-        Reentrant activation checkpointing runs a backward inside of another one. If all gradients come in inner ones,
-        autograd tells the ends of these only.
+        Reentrant activation checkpointing runs backwards inside of another one, which have ends of their own.
         """
         if self._body is not None:
             self._body.in_backward = False
@@ -371,8 +362,7 @@ class Reduction:
         for bucket in self._buckets:
             if bucket.waiting:
                 self._fill(bucket, bucket.take_waiting())
-        if is_outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
-            self.after_backward()
+        self.after_backward()
 
     def _fill(self, bucket: Bucket, arrived: Arrived) -> None:
         """Add what has arrived, and launch what is complete."""
@@ -418,11 +408,12 @@ class Reduction:
         found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
         self._places[:] = [found[index] for index in range(len(self._params))]
         self._unused = {}
-        guess = [len(bucket.members) for bucket in self._buckets]
-        self._most = guess
+        self._guess = [len(bucket.members) for bucket in self._buckets]
+        "by bucket, gradients in a body of which nothing is known"
+        self._most = self._guess
         "by bucket, the most gradients in a body of this attempt"
-        self._most_of_late: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
-        "phase -> the same for each sum of late; begins with a guess"
+        self._most_of_late: dict[str, deque[list[int]]] = {}
+        "phase -> the same for each sum of late that was given out; begins with the guess"
         self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:
@@ -436,12 +427,3 @@ class Reduction:
             parameter.grad = None
         for bucket in self._buckets:
             bucket.take_waiting()
-
-
-def _backwards_on_stack() -> int:
-    """Backward calls on this thread's stack. Of the outermost one the stack of a device's thread knows nothing."""
-    code, frame, depth = torch.autograd.backward.__code__, sys._getframe(), 0
-    while frame is not None:
-        depth += frame.f_code is code
-        frame = frame.f_back  # type: ignore[assignment]
-    return depth

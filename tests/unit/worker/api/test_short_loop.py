@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fallow.model import FallowError
 from fallow.worker.api.run import Run
@@ -94,6 +95,20 @@ def test_a_backward_behind_the_step_is_refused_as_a_second_one(batch_size: int) 
 
     said = "a second backward in the body of|in one backward, or in a second one"
     with pytest.raises(FallowError, match=rf"({said}).*for update in run\.updates"):
+        train()
+
+
+def test_checkpointing_that_runs_backwards_inside_of_the_bodys_own_is_refused() -> None:
+    script = Script(batch_size=16).prepare()
+
+    def train() -> None:
+        for x, y in script.run.steps(script.loader):
+            for part in script.model:
+                x = checkpoint(part, x.requires_grad_(), use_reentrant=True)
+            nn.functional.mse_loss(x, y).backward()
+            script.act()
+
+    with pytest.raises(FallowError, match=r"use_reentrant=False.*for update in run\.updates"):
         train()
 
 

@@ -236,6 +236,22 @@ def test_streams_of_unlike_length_are_told_before_sums_of_unlike_length_travel(t
     assert any("step 1: the members cut it into 1 and 4 shards" in str(one) for one in found.values()), found
 
 
+def test_a_later_loop_that_members_cut_unlike_is_told_before_sums_of_unlike_length_travel(tmp_path: Path) -> None:
+    """They have compared how they cut the loop before, in the same generation: that says nothing of this one."""
+
+    def train(run: Run) -> Script:
+        script = Script(run)
+        batch_size = 4 if run._member.session.worker == "a" else GLOBAL_BATCH  # type: ignore[union-attr]
+        later = run.prepare(DataLoader(points(), batch_size), global_batch=GLOBAL_BATCH)
+        script.prepare(reproducible=True).train()
+        script.loader = later
+        script.train()
+        return script
+
+    found = World(tmp_path, Generation("ab")).train(train)
+    assert any("rank 1 cuts a step into 1 shards of 16 samples" in str(one) for one in found.values()), found
+
+
 def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others heard the answer; the newcomer lost its group before, and its state has not come."""
     breaks = Break(2, "a")
@@ -272,24 +288,6 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
 
     assert_alike(world.train(train))
     assert answers == {"a": [0.5, 0.5, 1.0, 1.0], "b": [0.5, 0.5, 1.0, 1.0], "c": [1.0, 1.0]}
-
-
-@pytest.mark.parametrize("where", ["at first", "in each forward"])
-def test_a_newcomer_receives_a_buffer_that_is_expanded(where: str, tmp_path: Path) -> None:
-    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
-
-    def train(run: Run) -> Training:
-        model: Any = large()
-        model[0].register_buffer("scale", torch.ones(1).expand(8))
-        training, layer = Training(run, model), model[0]
-        if where == "in each forward":
-            layer.register_forward_pre_hook(lambda *_: setattr(layer, "scale", layer.weight.detach()[0, :1].expand(8)))
-        return training.run_through(lambda update: layer.scale.mul_(2.0 if update.step < 2 else 1.0))
-
-    found = world.train(train)
-    assert_alike(found)
-    if where == "at first":
-        assert found["c"].model[0].scale.tolist() == [4.0] * 8
 
 
 def test_a_newcomer_has_frozen_what_the_others_have_though_one_of_them_has_its_model_in_eval(tmp_path: Path) -> None:

@@ -36,30 +36,36 @@ def test_the_generation_of_a_newcomer_breaks(wait: int, certain: str, dies: str)
     check(found, {dies: BaseException} if dies else {})
 
 
-def test_a_newcomer_waits_for_the_end_of_an_update_in_which_the_members_have_met_already(tmp_path: Path) -> None:
-    """A leaver is killed behind the commit: the others break off amid a step, and come into the newcomer's generation.
+@pytest.mark.parametrize(("where", "wait"), [("in an update", 5), ("behind a call", 11)])
+def test_a_newcomer_waits_where_the_members_meet_outside_of_inner_loops(where: str, wait: int, tmp_path: Path) -> None:
+    """A leaver is killed behind the commit: the others break off there, and come into the newcomer's generation.
 
-    They have been in the `run.mean` in front of the inner loop, to which the newcomer would come alone.
+    They have been in the `run.mean` in front of the inner loop, to which the newcomer would come alone; or they are in
+    one between two calls, by which its script comes unlike theirs.
     """
 
     def train(run: Run) -> Training:
         training = Training(run)
-        for update in run.updates(training.loader, epochs=2):
-            run.mean(1.0)
-            training.inner(update)
-            training.act()
-            training.acted.append(update.step)
+        for _ in range(2):
+            for update in run.updates(training.loader):
+                if where == "in an update":
+                    run.mean(1.0)
+                training.inner(update)
+                training.act()
+                training.acted.append(update.step)
+            training.joint.append(run.mean(float(run.rank)))
         return training
 
     generations = [
-        Generation("abc", breaks=Break(5, "", "c")),
+        Generation("abc", breaks=Break(wait, "", "c")),
         Generation("abd", breaks=Break(0)),
         Generation("ab"),
-        Generation("abd", at_step=2, forgotten="d"),
+        Generation("abd", at_step=3, forgotten="d"),
     ]
     found = World(tmp_path, *generations).train(train)
     assert found["a"].acted == found["b"].acted == list(range(STEPS))
-    assert found["d"].acted[1:] == list(range(2, STEPS)), "but for the rehearsal"
+    assert found["d"].acted[1:] == list(range(3, STEPS)), "but for the rehearsal"
+    assert found["a"].joint == found["b"].joint == [0.5, 1.0]
     assert_equal(found["a"].model, found["d"].model)
 
 

@@ -36,8 +36,6 @@ class Script:
         if not place.joined:
             if self._members is not None:
                 place.position = msgspec.structs.replace(self._members.position)
-                # What the members wait in is over as the newcomer comes: somebody was lost, for whom they did.
-                place.position.op += place.position.outside_since is not None
             place.joined = True
         if place.behind(call):
             return
@@ -48,17 +46,6 @@ class Script:
         yield self.made[-1]
         place.position.finish_operation(b"", 1)
         place.position.finish_call()
-
-    def waits(self) -> Iterator[str]:
-        """For the others, behind a call: a newcomer comes then if somebody is lost."""
-        place = self.place
-        place.finish_left_loop()
-        came = place.begin_asking()
-        if place.in_sync:
-            self.made.append(f"waits {place.asked}")
-            yield self.made[-1]
-            if not (came and place.answered):
-                place.position.finish_operation(b"", 1)
 
 
 def several(script: Script) -> Iterator[str]:
@@ -99,25 +86,7 @@ def held(script: Script) -> Iterator[str]:
     yield from script.steps("d")
 
 
-def waiting(script: Script) -> Iterator[str]:
-    yield from script.steps("a")
-    yield from script.waits()
-    for epoch in script.epochs(3):
-        yield from script.steps("b")
-        yield from script.waits()
-        if epoch == 1:
-            break
-    yield from script.waits()
-    yield from script.waits()
-    for _ in range(2):
-        for _ in script.epochs(2):
-            yield from script.waits()
-            yield from script.steps("c")
-            yield from script.waits()
-    yield from script.steps("d")
-
-
-@pytest.mark.parametrize("way", [several, left, held, waiting])
+@pytest.mark.parametrize("way", [several, left, held])
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
     way: Callable[[Script], Iterator[str]], stale: bool

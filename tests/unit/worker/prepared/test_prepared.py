@@ -87,24 +87,6 @@ def test_an_object_that_is_given_twice_or_has_no_state_is_refused() -> None:
         prepared(nn.Parameter(torch.zeros(())))
 
 
-def test_a_state_is_put_where_a_forward_has_left_a_view_of_a_weight() -> None:
-    old, new = nn.Linear(2, 1), nn.Linear(2, 1)
-    for model in (old, new):
-        first = model.weight.detach()[0, :1]
-        model.register_buffer("mask", first.clone().expand(8))
-        model.register_buffer("same", model.mask)
-    sides = [prepared(old), prepared(new)]
-    new.mask = new.same = new.weight.detach()[0, :1].expand(8)
-    version = new.weight._version
-    assert len(sides[1].make_buffers_writable()) == 1, "it is one tensor in both places, as before"
-    new.mask.fill_(3.0)
-    assert new.weight._version == version
-    new.mask = new.same = new.weight.detach()[0, :1].expand(8)
-    hand_over(*sides)
-    assert torch.equal(new.weight, old.weight)
-    assert new.mask.tolist() == new.same.tolist() == old.mask.tolist()
-
-
 def test_parameters_that_are_frozen_later_keep_their_place() -> None:
     model = nn.Sequential(nn.Linear(3, 4), parametrizations.weight_norm(nn.Linear(4, 4)))
     made = prepared(model, torch.compile(nn.Linear(4, 1), backend="eager"))

@@ -174,11 +174,17 @@ def test_a_second_backward_now_and_then_voids_a_sum_once() -> None:
     assert member.reduction.repeated == 1
 
 
-def test_a_newcomer_voids_no_sum_for_want_of_what_the_others_have_learned() -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_newcomer_voids_no_sum_for_want_of_what_the_others_have_learned(interrupted: bool) -> None:
+    """Also where somebody is lost in its first sum, of which it has seen the bodies."""
     member, newcomer = alone(), alone()
+    twice = scripted([[EVERY] * 2])
     for one in (member, newcomer):
+        if one is newcomer and interrupted:
+            one.attempt(twice, [0], 1)
+            one.reduction.forget()
         for _ in range(3):
-            one.step(scripted([[EVERY] * 2]), [0], 1)
+            one.step(twice, [0], 1)
         assert one.reduction.repeated == 1, "the run's first sum"
         newcomer.reduction.load(member.reduction.export())
 
