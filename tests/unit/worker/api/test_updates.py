@@ -240,3 +240,10 @@ def test_a_plain_loader_is_not_taken_for_a_prepared_one() -> None:
     for wrong in (script.loader, 3):
         with pytest.raises(FallowError, match=r"loader = run\.prepare\(loader\)"):
             next(script.run.updates(wrong))  # type: ignore[arg-type]
+
+
+def test_shards_are_no_setting_of_a_loader() -> None:
+    """Its own count was taken, without a word."""
+    script = Script().prepare()
+    with pytest.raises(FallowError, match=r"shards=8 is for a function .* has 4 shards: run\.prepare\(loader, gl"):
+        next(script.run.updates(script.loader, shards=8))
