@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 _ALIGN_STEPS = 100
 """Between two hand-overs to members whose weights have come apart: unlike processors differ in nearly every step."""
 
-_NO_NUMBER = (
-    "fallow: step {step}: the mean of the figure `loss` is nan, and was not before. The run goes on, and its next "
-    "checkpoints take the place of older ones: `fallow rollback RUN --to STEP` goes back to one from before\n"
+_NO_NUMBER = "fallow: step {step}: the mean of the figure `loss` is nan, and was not before. The run goes on\n"
+_ROLL_BACK = (
+    "fallow: its next checkpoints take the place of older ones: `fallow rollback RUN --to STEP` goes back to one from "
+    "before that step\n"
 )
 
 
@@ -147,7 +148,7 @@ class Update:
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
         loss = self.figures.get("loss", at.loss)
         if member.group.rank == 0 and math.isnan(loss or 0.0) and not math.isnan(at.loss or 0.0):
-            sys.stderr.write(_NO_NUMBER.format(step=at.step))
+            sys.stderr.write(_NO_NUMBER.format(step=at.step) + _ROLL_BACK * (member.session is not None))
         at.loss = loss
         at.finish_step(cut.samples, last=cut.last)
         speed = cut.samples / max(member.boundary - self.began, 1e-9)
