@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 
 import accelerator
 from accelerator import collectives, nccl
@@ -20,7 +22,7 @@ from fallow.model import FallowError
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.transport import communicators
+from fallow.worker.transport import communicators, waits
 from fallow.worker.transport import device as devices
 from fallow.worker.transport import group as group_module
 from fallow.worker.transport.group import Group
@@ -70,6 +72,52 @@ def the_host_reads_at_once(patch: Patch) -> None:
     patch.setattr(devices, "wait", lambda event, stop=None: None)
 
 
+def host_tensors_are_summed(patch: Patch) -> None:
+    def on_host(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(self: Group, tensor: torch.Tensor, *rest: Any) -> Any:
+            return plain(self, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), *rest)
+
+        return launch
+
+    for name in ("sum", "exchange"):
+        patch.setattr(Group, name, on_host(getattr(Group, name)))
+
+
+def control_is_on_the_default_device(patch: Patch) -> None:
+    """As where a script has set one, and what is told does not name the host."""
+
+    def empty(*size: Any, device: Any = None, **how: Any) -> torch.Tensor:
+        return torch.empty(*size, device="fake" if device == "cpu" else device, **how)
+
+    patch.setattr(waits, "torch", SimpleNamespace(**vars(torch) | {"empty": empty}))
+
+
+def memory_is_used_again_at_once(patch: Patch) -> None:
+    def hasty(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(self: Group, tensor: torch.Tensor, *rest: Any) -> Any:
+            plain(self, tensor, *rest)
+            tensor.zero_()
+
+        return launch
+
+    for name in ("sum", "exchange"):
+        patch.setattr(Group, name, hasty(getattr(Group, name)))
+
+
+def one_member_launches_in_another_order(patch: Patch) -> None:
+    launch, held = Group._launch, list[Any]()
+
+    def swapped(self: Group, *what: Any) -> None:
+        if self.rank == 1 and not held:
+            held.append(what)
+            return
+        launch(self, *what)
+        while held:
+            launch(self, *held.pop())
+
+    patch.setattr(Group, "_launch", swapped)
+
+
 def no_side_stream_waits(patch: Patch) -> None:
     @contextmanager
     def side_stream(device: torch.device, behind: Any) -> Iterator[None]:
@@ -84,11 +132,29 @@ FINDS = {
     sums_leave_on_a_stream_of_their_own: "race: ",
     copies_of_pageable_memory: "called a synchronizing operation: ",
     the_host_reads_at_once: " reads garbage of ",
+    host_tensors_are_summed: "the transport is for fake:0, not for a tensor on cpu",
+    control_is_on_the_default_device: "must be on the same type of device",
+    memory_is_used_again_at_once: "race: ",
+    one_member_launches_in_another_order: "ranks launched unlike collectives: ",
     no_side_stream_waits: "race: ",
 }
 """What one of the two says where the rule is broken: another error, of the test itself say, proves nothing."""
 
-SUMMING = (no_stream_waits_for_sums, sums_leave_on_a_stream_of_their_own, copies_of_pageable_memory, nothing)
+SUMMING = [
+    (kind, rule)
+    for kind in (Arithmetic, Exact)
+    for rule in (
+        no_stream_waits_for_sums,
+        sums_leave_on_a_stream_of_their_own,
+        copies_of_pageable_memory,
+        host_tensors_are_summed,
+        control_is_on_the_default_device,
+        memory_is_used_again_at_once,
+        one_member_launches_in_another_order,
+        nothing,
+    )
+    if (kind, rule) != (Exact, one_member_launches_in_another_order)  # exchanges of unlike parts are not compared
+]
 
 
 @contextmanager
@@ -101,16 +167,18 @@ def broken(
         AssertionError: nobody found it (see `FINDS`), or the rule is `nothing` and somebody found something.
     """
     found: list[object] = []
+    transport = group.connections.transport
     with Patch.context() as patch, interrupted_with_the_other(member, group):
         if member.rank in ranks:
             rule(patch)
         try:
             yield
         except Exception as error:
-            if not isinstance(error, Interrupted):
-                found.append(error)
+            found.append(error)
             member.store.set(OVER, "")
             group.interrupt("the test is over")
+    if isinstance(transport, collectives.Communicator) and transport.get_error() != ErrorType.SUCCESS:
+        found.append(transport._reason)
     found += accelerator.reset()
     member.store.set(f"found-{member.rank}", "".join(map(repr, found)))
     told = [member.store.get(f"found-{rank}").decode() for rank in range(member.size)]
@@ -139,8 +207,7 @@ def interrupted_with_the_other(member: Member, group: Group) -> Iterator[None]:
 
 
 @on_both
-@pytest.mark.parametrize("rule", SUMMING, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("kind", [Arithmetic, Exact], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("kind", "rule"), SUMMING, ids=lambda one: one.__name__)
 def test_a_rule_of_the_sums(member: Member, kind: type[Arithmetic], rule: Callable[[Patch], None]) -> None:
     buckets._FIRST_BYTES = buckets._LAST_BYTES = 1 << 12
     with group_of(member) as group, broken(rule, member, group):

@@ -5,10 +5,11 @@ Prints a line of JSON for each case: its name, and by rank either the error's te
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import world
@@ -102,6 +103,18 @@ class Script:
         except RuntimeError:
             return
 
+    def fail_in_half_a_backward(self) -> None:
+        """The second layer's gradients are there when the error comes; the script catches it and goes on."""
+
+        def boom(grad: torch.Tensor) -> None:
+            raise RuntimeError("boom")
+
+        x, y = self.batch()
+        hidden = self.model[0](x)
+        hidden.register_hook(boom)
+        with suppress(RuntimeError):
+            F.cross_entropy(self.model[1](hidden), y).backward()
+
     def fail_on_rank_1(self) -> None:
         if self.run.rank == 1:
             raise ValueError("a sample is broken")
@@ -144,6 +157,17 @@ class Script:
 
             self.optimizer.step(closure)
 
+    def list_of_an_update(self) -> None:
+        for update in self.updates():
+            for batch in list(update):
+                self.loss(batch).backward()
+            self.act()
+
+    def list_of_updates(self) -> None:
+        for update in list(self.updates()):
+            self.inner(update)
+            self.act()
+
     def unprepared_scaler(self) -> None:
         scaler = torch.amp.GradScaler("cpu")
         for update in self.updates():
@@ -158,6 +182,8 @@ class Script:
             if self.case == "short, step in front":
                 self.optimizer.step()
             self.loss(batch).backward()
+            if self.case == "short, two backwards":
+                self.weight.square().sum().backward()
             if self.case == "short, closure":
                 self.optimizer.step(lambda: 0.0)
             self.act()
@@ -172,14 +198,18 @@ TRAPS: dict[str, tuple[str, Callable[[Script, Any], object]]] = {
     "run.mean inside": ("body", lambda script, _: script.run.mean(1.0)),
     "run.barrier inside": ("body", lambda script, _: script.run.barrier()),
     "exception in a backward caught": ("body", Script.fail_backward),
+    "exception in half a backward caught": ("body", lambda script, _: script.fail_in_half_a_backward()),
+    "collective inside": ("body", lambda *_: distributed.all_reduce(torch.zeros(1))),
     "one member raises": ("body", lambda script, _: script.fail_on_rank_1()),
     "nested updates": ("body", lambda script, _: list(script.updates())),
     "nested inner loops": ("body", Script.inner),
+    "weights inside": ("behind a backward", lambda script, _: script.weight.detach().mul_(0.9) is None),
     "rate inside": ("behind a backward", lambda script, _: script.lower_rate()),
     "inner loop twice": ("behind", Script.inner),
     "mean of one member": ("behind", lambda script, _: script.run.rank == 0 and script.run.mean(1.0) < 0),
     "note behind": ("behind", lambda _, update: update.note(loss=1.0)),
     "mean of nothing": ("behind", lambda _, update: update.mean("loss")),
+    "regularizer behind": ("behind", lambda script, _: script.weight.square().sum().backward()),
     "all break": ("behind", lambda *_: True),
     "one member breaks": ("behind", lambda script, _: script.run.rank == 0),
     "rate of one member": ("behind", lambda script, _: script.run.rank == 0 and script.lower_rate()),
@@ -187,15 +217,19 @@ TRAPS: dict[str, tuple[str, Callable[[Script, Any], object]]] = {
 }
 """Case -> where in the odd step something is done, and what."""
 
+SHORT = ("", ", without a backward", ", step in front", ", two backwards", ", closure")
+
 WHOLE: dict[str, Callable[[Script], None]] = {
     **dict.fromkeys(("usual", *TRAPS, "step of one member", "forgotten zero_grad"), Script.train),
     "forgotten inner loop": Script.forgotten_inner_loop,
     "no inner loop": Script.no_inner_loop,
     "step with a closure": Script.step_with_closure,
     "closure over a list": Script.closure_over_a_list,
+    "list of an update": Script.list_of_an_update,
+    "list of updates": Script.list_of_updates,
     "samples of one member": Script.samples_of_one_member,
     "unprepared scaler": Script.unprepared_scaler,
-    **dict.fromkeys(("short", "short, without a backward", "short, step in front", "short, closure"), Script.short),
+    **dict.fromkeys((f"short{what}" for what in SHORT), Script.short),
 }
 
 

@@ -24,6 +24,7 @@ REFUSED = {
     "run.barrier inside": ["run.barrier inside the inner loop"],
     "nested updates": ["run.updates inside of another loop over run.updates"],
     "nested inner loops": ["step 3: ", "inner loop"],
+    "weights inside": ["step 3: weights or learning rates were changed inside the inner loop"],
     "rate inside": ["step 3: weights or learning rates were changed inside the inner loop"],
     "inner loop twice": ["step 3: the inner loop runs a second time", "update.phase(name)"],
     "mean of one member": [PLACES, "1 in run.mean", "1 in the next step of a run.updates loop"],
@@ -38,9 +39,14 @@ REFUSED = {
     "forgotten inner loop": ["step 0: an optimizer's step in front of the inner loop"],
     "no inner loop": ["step 0: an update without its inner loop"],
     "closure over a list": ["step 0: no shard made a backward inside the inner loop"],
+    "list of an update": ["step 0: no shard made a backward inside the inner loop", "make a list of an update"],
+    "list of updates": ["step 0: an update without its inner loop", "make a list of run.updates"],
+    "exception in half a backward caught": ["a backward raised and the body went on"],
+    "collective inside": ["Default process group has not been initialized"],
     "unprepared scaler": ["a GradScaler steps a prepared optimizer and was not prepared itself"],
     "short, without a backward": ["a body of a run.steps loop made no backward", TWO_LEVELS],
     "short, step in front": ["in front of a body's backward", TWO_LEVELS],
+    "short, two backwards": ["a second backward in the body of a run.steps loop", TWO_LEVELS],
     "short, closure": ["a closure", TWO_LEVELS],
 }
 """Case -> words that both members say."""
@@ -57,6 +63,10 @@ def test_each_is_told_what_is_wrong_or_it_makes_no_difference(script: Script) ->
     for case in ("zero_grad inside", "forgotten zero_grad", "short", "exception in a backward caught"):
         for said in told.pop(case):
             assert said["weights"] == pytest.approx(usual["weights"], abs=1e-6), case
+    # It counts once, on all members alike.
+    first, second = told.pop("regularizer behind")
+    assert first == second
+    assert first["weights"] != pytest.approx(usual["weights"], abs=1e-3)
     # What is left of gradients that a closure has made is no harm.
     assert [said["steps"] for said in told.pop("step with a closure")] == [8, 8]
     # All members may leave the loop early.

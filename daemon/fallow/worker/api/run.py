@@ -131,7 +131,7 @@ class Run:
         Args:
             source: a DataLoader that went through `prepare`, or a function that gives a batch (as nanoGPT's
                 `get_batch`), which is called with torch's, numpy's and `random`'s generators seeded for the shard.
-            shards: of such a function: batches of one step, whoever computes them.
+            shards: of such a function alone: batches of one step, whoever computes them.
             epochs: passes over the data, or over the stream.
             max_steps: end after so many steps of this call, if that comes first.
 
@@ -147,6 +147,12 @@ class Run:
                     Exit.DATA,
                 )
             source = Calls(source, shards)
+        elif shards not in (1, source.shards):
+            raise FallowError(
+                f"run.updates: shards={shards} is for a function that gives a batch; a step of this DataLoader has "
+                f"{source.shards} shards: run.prepare(loader, global_batch=...) sets the samples of a step",
+                Exit.USAGE,
+            )
         self._call = self._loop.updates(source, epochs, max_steps)
         yield from self._call
 

@@ -1,5 +1,7 @@
 """One optimizer step, as a script sees it, and what follows from it before the next."""
 
+import math
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
 
 _ALIGN_STEPS = 100
 """Between two hand-overs to members whose weights have come apart: unlike processors differ in nearly every step."""
+
+_NO_NUMBER = "fallow: step {step}: the mean of the figure `loss` is nan, and was not before. The run goes on\n"
+_ROLL_BACK = (
+    "fallow: its next checkpoints take the place of older ones: `fallow rollback RUN --to STEP` goes back to one from "
+    "before that step\n"
+)
 
 
 class Update:
@@ -138,7 +146,10 @@ class Update:
         member.recorded_step = -1
         member.pace.end_step()
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
-        at.loss = self.figures.get("loss", at.loss)
+        loss = self.figures.get("loss", at.loss)
+        if member.group.rank == 0 and math.isnan(loss or 0.0) and not math.isnan(at.loss or 0.0):
+            sys.stderr.write(_NO_NUMBER.format(step=at.step) + _ROLL_BACK * (member.session is not None))
+        at.loss = loss
         at.finish_step(cut.samples, last=cut.last)
         speed = cut.samples / max(member.boundary - self.began, 1e-9)
         progress.step = at.step

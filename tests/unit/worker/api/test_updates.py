@@ -50,6 +50,18 @@ def test_shards_of_a_last_step_count_by_their_samples() -> None:
     assert run._place.position.loss == means[-1][0]
 
 
+def test_a_loss_that_is_no_number_any_more_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    script = Script().prepare()
+    for update in script.run.updates(lambda: None, shards=1, max_steps=5):
+        for _ in update:
+            update.note(loss=math.nan if update.step >= 2 else 1.0, other=math.nan)
+    told = capfd.readouterr().err.splitlines()
+    assert [line.partition(". ")[0] for line in told] == [
+        "fallow: step 2: the mean of the figure `loss` is nan, and was not before"
+    ]
+    assert script.run.step == 5
+
+
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_gradients_are_there_behind_the_inner_loop_only_and_are_those_of_the_whole_batch(reproducible: bool) -> None:
     script, reference, seen = Script().prepare(reproducible=reproducible), net(), []
@@ -228,3 +240,10 @@ def test_a_plain_loader_is_not_taken_for_a_prepared_one() -> None:
     for wrong in (script.loader, 3):
         with pytest.raises(FallowError, match=r"loader = run\.prepare\(loader\)"):
             next(script.run.updates(wrong))  # type: ignore[arg-type]
+
+
+def test_shards_are_no_setting_of_a_loader() -> None:
+    """Its own count was taken, without a word."""
+    script = Script().prepare()
+    with pytest.raises(FallowError, match=r"shards=8 is for a function .* has 4 shards: run\.prepare\(loader, gl"):
+        next(script.run.updates(script.loader, shards=8))
