@@ -139,6 +139,25 @@ def test_one_that_turns_up_while_all_begin_together_is_set_aside_if_it_may_be_ne
     assert usable(rig) == ([10, 8] if is_heard else [10])
 
 
+def test_one_that_turns_up_after_a_start_that_was_lost_is_set_aside_if_it_may_be_newer() -> None:
+    """The start began with the checkpoint of step 10, and all its members ended before any of them said so."""
+    rig = started(2)
+    save(rig, 10)
+    rig.gone(1, signal=9)
+    rig.gone(2, signal=9)
+    rig.limit(0)
+    begin = [rig.join("c"), rig.join("d")]
+    rig.limit(2)
+    rig.vote()
+    assert rig.r.members == begin
+    for n in begin:
+        rig.gone(n, reason="its job is over")
+    assert (rig.r.root.status, rig.r.root.change) == (RunStatus.SUSPENDED, None)
+    rig.restart()
+    rig.put(ev.CheckpointFound(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
+    assert usable(rig) == [10]
+
+
 # -- going back --------------------------------------------------------------------------------------------------------
 
 

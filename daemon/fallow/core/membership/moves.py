@@ -120,7 +120,9 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     m.tell(m.participants())
     m.ballot = m.trouble.group = m.trouble.code = None
     m.trouble.lost_members.clear()
-    root.change = root.change if root.old_may_step else None
+    if root.change is not None and not root.old_may_step:
+        _remember_first_step(m, root.change)
+        root.change = None
     for n in leavers:  # these nodes were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
     if code not in (None, Exit.TEMPFAIL):
@@ -277,6 +279,8 @@ def commit(m: State) -> None:
     change, chosen = ballot.change, set(ballot.members)
     former = [n for n in r.members if n not in chosen]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
+    if root.change is not None:
+        _remember_first_step(m, root.change)
     root.generation, root.change = change.generation, change
     lost_nodes = [r.nodes[n] for n in {*r.members, root.first_before} if n in r.nodes and not r.alive(n)]
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
@@ -315,8 +319,7 @@ def complete(m: State) -> None:
         root.status = RunStatus.TRAINING
         if change.generation > root.rollback_below:
             root.complete, root.rollback_below = change.generation, 0
-        if change.first_step is not None:
-            r.history.first_steps = [*r.history.first_steps, (change.generation, change.first_step)][-MAX_FIRST_STEPS:]
+        _remember_first_step(m, change)
         data |= {"members": len(r.members), "first_step": change.first_step, "pause_s": change.pause_s}
         m.outbox.log(change.kind.value, text, **data)
         m.outbox.instructions.append(
@@ -341,6 +344,17 @@ def complete(m: State) -> None:
     for n in change.leavers:
         if n in r.nodes:
             losses.forget_if_unneeded(m, r.nodes[n])
+
+
+def _remember_first_step(m: State, change: Change) -> None:
+    """Remember where a generation began, so that a checkpoint of an older history is recognized when it turns up.
+
+    A start that was lost before any member reported its first step may have begun with any checkpoint.
+    """
+    history = m.roster.history
+    if change.first_step is not None or change.kind is ChangeKind.START:
+        history.first_steps = [*history.first_steps, (change.generation, change.first_step or 0)][-MAX_FIRST_STEPS:]
+        m.roster.mark("history")
 
 
 def _resume_point(m: State) -> str:
