@@ -156,7 +156,7 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0, reason="BeginTime"), after_s=2.0)
     assert base.state is AllocationState.PENDING
     assert (base.agents, base.asked_at, base.warned, base.nodes) == ({}, None, False, [])
-    assert desk.book.allowed(base.public_key)
+    assert desk.book.is_allowed(base.public_key)
     assert turn.cancels == []
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
     desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
@@ -197,9 +197,9 @@ def test_keys_are_kept_until_slurm_shows_that_the_job_is_over(desk: Desk) -> Non
     base = desk.hold(AllocationKind.BASE)
     key_file = desk.book.paths.run(desk.run.id).key(base.token)
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
-    assert desk.book.allowed(base.public_key) and key_file.exists()
+    assert desk.book.is_allowed(base.public_key) and key_file.exists()
     desk.poll(desk.job(base, "FAILED"))
-    assert not desk.book.allowed(base.public_key)
+    assert not desk.book.is_allowed(base.public_key)
     assert desk.book.take_revoked() == [base.public_key]
     assert not key_file.exists()
 
@@ -234,4 +234,4 @@ def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk
     desk.book.close(run, base)
     desk.book.make_anew(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
     assert desk.book.take_revoked() == []
-    assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
+    assert desk.book.is_allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()

@@ -14,7 +14,7 @@ from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered,
 from fallow.core.membership.records import HostBar
 from fallow.core.protocol import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import StoredRun
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
 from fallow.processes import Process
@@ -382,7 +382,7 @@ def test_an_agent_that_was_given_up_is_told_to_end(
     agent_gone(talk.turn, run, allocation, "h1", "its job ended")
     allocation.end_code = end_code
     assert not allocation.live
-    assert talk.book.allowed(allocation.public_key), "its agent cannot be told"
+    assert talk.book.is_allowed(allocation.public_key), "its agent cannot be told"
     assert talk.book.paths.run(run.id).key(allocation.token).exists()
     code = Exit.NO_RESTART if end_code is None else end_code
     agent.beat()

@@ -18,7 +18,7 @@ from fallow.head.api.views import run_view
 from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import RunRecord
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.sim.types import Happening, Started
@@ -100,8 +100,8 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     assert len(_holes(site).died) == 20 + ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
     message = run_view(run, site.slurm.now, site.slurm.now).message
-    assert f"fallow resume {run.id}" in message and "before an agent of it had come to the head" in message
-    assert "jobs in a row came to nothing" in message and run.record.paused
+    assert f"fallow resume {run.id}" in message and "before its agent reached the head" in message
+    assert "jobs in a row failed to start training" in message and run.record.paused
     run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     await poll(site, nodes)
     assert not run.live_allocations(), "also with another head"
@@ -242,10 +242,10 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     run = site.run(nodes=1)
     site.slurm.engine.arrive(job("7", site.slurm.now, 6, 86400.0, partition="scavenge"))
     await site.poll()
-    backoff = site.harvest.known.backoff
+    backoff = site.harvest.knowledge.backoff
     request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, request)
-    site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))
+    site.harvest.note_submission(site.turn(), run, request.token, await site.slurm.submit(made))
     await site.slurm.cancel([request.job_id or ""])
     await site.poll()
     assert not request.live
@@ -255,7 +255,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     again = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, again)
     turn = site.turn()
-    site.harvest.submitted(turn, run, again.token, await site.slurm.submit(made))
+    site.harvest.note_submission(turn, run, again.token, await site.slurm.submit(made))
     turn.cancel(run, again, "not needed")
     await site.slurm.cancel([str(again.job_id)])
     await site.poll()

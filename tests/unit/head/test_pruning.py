@@ -16,7 +16,7 @@ from fallow.head.api.reports import counted_report
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.slurm.accounts import KEEP_S
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -115,7 +115,7 @@ def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_p
         made.mkdir(exist_ok=True)
         assert not desk.tick().changing
         desk.at += EVERY_S
-    with pytest.raises(FallowError, match="cannot be looked into"):
+    with pytest.raises(FallowError, match="cannot be read"):
         desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id])
     (scratch / "other").mkdir()
     assert desk.tick().forgotten == [run]
