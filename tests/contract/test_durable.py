@@ -137,7 +137,7 @@ async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) 
         nodes.come(turn, lost, "h2")
         nodes.ready(turn, 1)
         assert run.roster.unwritten
-        new = await durable.make_anew(book, run, 0.0)
+        new = await durable.reload(book, run, 0.0)
         assert book.runs[run.id] is book.current[run.id] is new
         assert (new.record.spent_node_s, new.roster.unwritten, list(new.allocations)) == (0.0, set(), [kept.token])
         assert new.allocations[kept.token].reason == ""
@@ -149,7 +149,7 @@ async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) 
         nodes.ready(turn, 1)
         assert nodes.said[1].edition > sent
         await durable.write(turn)
-        again = await durable.make_anew(book, new, 0.0)
+        again = await durable.reload(book, new, 0.0)
         assert again.root.contract is not None
 
 

@@ -100,7 +100,7 @@ class Head:
         self._tick_queued = False
         self._faults = Faults()
         self._quarantine = Quarantine()
-        self._durable = Durable(paths, config.head.redis_url, lease, self._waits_for_store)
+        self._durable = Durable(paths, config.head.redis_url, lease, self._report_store_wait)
         self._harvest = Harvest(config, own_groups())
         limits = config.slurm
         paced: PacedClient | None = None
@@ -128,12 +128,12 @@ class Head:
         """Serve until `stop` or a fatal error. The caller holds the lease of the state folder."""
         loop = asyncio.get_running_loop()
         before = loop.get_exception_handler()
-        loop.set_exception_handler(self._stray)
+        loop.set_exception_handler(self._note_stray_error)
         try:
             async with contextlib.AsyncExitStack() as closing:
                 await self._open(closing)
                 await self._serve()
-                await self._remember()
+                await self._save_statistics()
         finally:
             loop.set_exception_handler(before)
 
@@ -151,7 +151,7 @@ class Head:
             for task in all_tasks:
                 task.cancel()
 
-    def _stray(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _note_stray_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Count an error in a callback, or in a task that nobody waits for."""
         error = context.get("exception")
         if isinstance(error, Exception):
@@ -163,12 +163,12 @@ class Head:
         """End after the current turn. Runs train on without a head until the next head starts."""
         self._stop.set()
 
-    def _waits_for_store(self, reason: str) -> None:
+    def _report_store_wait(self, reason: str) -> None:
         # The watchdog must not take this wait for a hang.
         self._notifier.alive(f"waits for its store: {reason}")
 
     @property
-    def agents_leave(self) -> bool:
+    def has_ending_agents(self) -> bool:
         """True while agents live that this head has told to end."""
         live = (a for run in self._registry.current.values() for a in run.live_allocations())
         return any(a.end_code is not None and a.hosts for a in live)
@@ -224,7 +224,7 @@ class Head:
         )
         self._notifier.ready(f"term {self._registry.term}, {len(self._registry.runs)} runs")
 
-    async def _remember(self) -> None:
+    async def _save_statistics(self) -> None:
         """Write the statistics for the next head. They are not essential, so the wait is short."""
         turn = Turn.begin(self._registry)
         self._harvest.note(turn)
@@ -269,7 +269,7 @@ class Head:
             items = await self._inbox.take(self._drain)
             await self._turn(items)
             if isinstance(items[0], Tick):
-                with self._counted("metrics"):
+                with self._count_errors("metrics"):
                     self._metrics.update(self._registry)
                 self._notifier.alive(f"{len(self._registry.runs)} runs, {len(self._router.connected)} peers")
 
@@ -284,7 +284,7 @@ class Head:
             await self._recovery.settle(turn, ticked=isinstance(items[0], Tick))
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(item, Work) and item.answer is not None:
-                tell(item.answer, _nothing_done(item, turn.failures[0].error) if turn.failed else outcome)
+                tell(item.answer, _undone_error(item, turn.failures[0].error) if turn.failed else outcome)
 
     def _decide(self, turn: Turn, item: Item) -> Any:
         """Handle an item and return its result.
@@ -303,7 +303,7 @@ class Head:
                 turn.fail(item.source, error, run_id)
             if not changed:
                 turn.fail(item.source, error)
-            return _nothing_done(item, error)
+            return _undone_error(item, error)
 
     def _run_of(self, item: Item) -> str | None:
         """The run that an item concerns; None: no single run."""
@@ -331,7 +331,7 @@ class Head:
             if run_id in self._registry.runs:
                 turn.discard(self._registry.runs[run_id])
         for event in await self._durable.write(turn):
-            with self._counted("metrics"):
+            with self._count_errors("metrics"):
                 self._metrics.count_event(event)
             log.info(event.kind, text=event.text, run=event.run)
 
@@ -339,13 +339,13 @@ class Head:
         """Carry out a durable turn. An effect that fails is counted, and the other effects are carried out."""
         self._calls.carry_out(turn)
         for run_id in turn.ended:
-            with self._counted("report", run_id):
+            with self._count_errors("report", run_id):
                 self._write_report(self._registry.runs[run_id])
         try:
             await self._send(turn)
         finally:  # also if the head is stopped in the middle
             if turn.removals:
-                with self._counted("removal of checkpoints"):
+                with self._count_errors("removal of checkpoints"):
                     checkpoints.remove(turn.removals)
             for key in self._registry.take_revoked():
                 self._router.drop(key)
@@ -353,7 +353,7 @@ class Head:
     async def _send(self, turn: Turn) -> None:
         keeps_up = True
         for number, (peer, message) in enumerate(turn.messages, 1):
-            with self._counted(f"send {type(message).__name__}"):
+            with self._count_errors(f"send {type(message).__name__}"):
                 self._router.send(peer, message)
             if keeps_up and number % SENT_AT_ONCE == 0:
                 keeps_up = await self._router.encrypted()
@@ -375,7 +375,7 @@ class Head:
         self._faults.run_in_background("report", asyncio.wrap_future(in_thread(partial(write, True), "report")))
 
     @contextlib.contextmanager
-    def _counted(self, source: str, run: str | None = None) -> Iterator[None]:
+    def _count_errors(self, source: str, run: str | None = None) -> Iterator[None]:
         try:
             yield
         except RouterDown:
@@ -394,7 +394,7 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _nothing_done(item: Item, error: Exception) -> FallowError:
+def _undone_error(item: Item, error: Exception) -> FallowError:
     """The answer to a request whose turn was discarded because of an error."""
     words = f"{type(error).__name__}: {clean(str(error), 200)}"
     what = item.source.removeprefix("request ")

@@ -9,7 +9,7 @@ from fallow.config import Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
 from fallow.head.loop.turn import Turn
-from fallow.head.peers.agents import agent_gone, give_up_agent, restart_due
+from fallow.head.peers.agents import give_up_agent, note_agent_end, request_due_restarts
 from fallow.head.slurm import neighbours
 from fallow.head.state.registry import Run
 from fallow.model import AllocationState, MemberPhase
@@ -39,14 +39,14 @@ def tick_run(turn: Turn, run: Run) -> None:
     if run.ended:
         _end_stragglers(turn, run)
         return
-    run.look_how_far()
+    run.update_position()
     watch_time(turn, run)
     turn.apply(run, ev.Ticked(at=turn.at))
     _look_for_agents(turn, run)
     for allocation in run.live_allocations():
         for host in allocation.hosts:
             _watch_agent(turn, run, allocation, host)
-        restart_due(turn, run, allocation)
+        request_due_restarts(turn, run, allocation)
     forget(turn, run)
 
 
@@ -56,12 +56,12 @@ def _watch_agent(turn: Turn, run: Run, allocation: Allocation, host: str) -> Non
     if run.spec.local:
         # There is no Slurm, but the node's processes run on this host.
         if turn.at - seen_at > turn.registry.config.membership.lease_s and _is_killed(run, allocation, host):
-            agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
+            note_agent_end(turn, run, allocation, host, f"the processes of {host} are gone")
         return
     silent_s = turn.registry.hearing.silent_s(seen_at, turn.at)
     if silent_s > _patience_s(run, allocation, host, turn.registry.config.membership):
         give_up_agent(turn, run, allocation, host, f"agent on {host} silent for {silent_s:.0f} s")
-        turn.let_go_of_empty(run)
+        turn.end_empty_allocations(run)
 
 
 def _end_stragglers(turn: Turn, run: Run) -> None:

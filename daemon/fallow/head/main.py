@@ -64,7 +64,7 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
     if stand_in is not None:
         config = former_config(paths, stand_in)
     config = config or load_config()
-    with serving_alone(paths, wait_s=0.0 if stand_in else GIVE_WAY_S) as lease:
+    with exclusive_lease(paths, wait_s=0.0 if stand_in else GIVE_WAY_S) as lease:
         return asyncio.run(_serve(paths, config, lease, stand_in is not None))
 
 
@@ -84,7 +84,7 @@ async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> 
     except* FallowError as group:
         raise first_error(group) from group
     except* OSError as group:
-        raise _of_file_system(first_error(group), paths) from group
+        raise _explain_os_error(first_error(group), paths) from group
     finally:
         if watching is not None:
             watching.cancel()
@@ -99,7 +99,7 @@ def first_error(group: BaseExceptionGroup[E]) -> E:
     return cast(E, error)
 
 
-def _of_file_system(error: OSError, paths: Paths) -> BaseException:
+def _explain_os_error(error: OSError, paths: Paths) -> BaseException:
     """Explain an error on a file of the state folder. Return any other error unchanged: that is a defect."""
     if error.filename is None or not str(error.filename).startswith(str(paths.state)):
         return error
@@ -108,7 +108,7 @@ def _of_file_system(error: OSError, paths: Paths) -> BaseException:
 
 
 @contextlib.contextmanager
-def serving_alone(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
+def exclusive_lease(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
     """Be the only head of a state folder.
 
     Args:
@@ -121,7 +121,7 @@ def serving_alone(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
     lease = Lease(paths)
     _acquire(paths, lease, wait_s)
     try:
-        with lease.kept_up():
+        with lease.renewal():
             yield lease
     finally:
         lease.release()
@@ -190,7 +190,7 @@ async def watch(head: Head, paths: Paths) -> None:
     loop.remove_reader(0)
     deadline = time.monotonic() + SETTLE_S
     # The agents leave one by one, and no event tells of the last.
-    while head.agents_leave and time.monotonic() < deadline:  # noqa: ASYNC110
+    while head.has_ending_agents and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     head.stop()
 

@@ -52,14 +52,14 @@ class Recovery:
                 reasons[failure.run] = words
         for run_id, words in reasons.items():
             if run_id in self._registry.runs:
-                await self._make_anew(self._registry.runs[run_id], words)
+                await self._reload(self._registry.runs[run_id], words)
         for run in list(self._registry.current.values()) if ticked else ():
             if self._faults.ticked(run.id, failed=run.id in reasons):
                 await self.end(run, f"the head failed repeatedly on this run ({reasons[run.id]}); see the head's log")
 
-    async def _make_anew(self, run: Run, why: str) -> None:
+    async def _reload(self, run: Run, why: str) -> None:
         try:
-            new = await self._durable.make_anew(self._registry, run, steady())
+            new = await self._durable.reload(self._registry, run, steady())
         except Exception as error:
             if isinstance(error, FallowError) and not isinstance(error, Unreadable):
                 raise  # the store is away

@@ -199,7 +199,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     run, other = site.run(nodes=3), site.run(nodes=1)
     await site.poll(times=3)
     node = await cancel(site, run)
-    assert (run.shunned, other.shunned) == ([node], [node])
+    assert (run.avoided_nodes, other.avoided_nodes) == ([node], [node])
     assert run.roster.failures.bars[node].until == pytest.approx(site.slurm.now + BAR_S)
     assert "somebody cancelled job" in run.barred[node]
     await site.poll(times=3)
@@ -208,7 +208,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     barred = {node, await cancel(site, run)}
     assert not run.record.paused
     barred.add(await cancel(site, run))
-    assert set(run.shunned) == barred
+    assert set(run.avoided_nodes) == barred
     assert "3 of its harvest jobs were cancelled by somebody within a day, the last: job" in run.record.paused
     assert f"fallow resume {run.id}" in run.record.paused
     assert not other.record.paused
@@ -217,7 +217,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     assert set(run.allocations) <= before, "nothing more is asked for"
     assert len(site.kinds("cancelled")) == 3
     Operations(site.book, site.harvest).resume(site.turn(), run.id)
-    assert (run.record.paused, run.shunned, run.record.cancelled) == ("", [], Cancels())
+    assert (run.record.paused, run.avoided_nodes, run.record.cancelled) == ("", [], Cancels())
     await site.poll()
     assert set(run.allocations) - before
 
@@ -234,7 +234,7 @@ async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_d
         site.slurm.engine.left(young.job_id or "", "CANCELLED")
         site.slurm.engine.drain(young.nodes if drained else [])
         await site.poll()
-    assert run.record.cancelled.barred == run.shunned == nodes[1:]
+    assert run.record.cancelled.barred == run.avoided_nodes == nodes[1:]
 
 
 async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     await site.poll()
     assert not request.live
     assert backoff.until(run.asker, "scavenge") == pytest.approx(site.slurm.now + FIRST_S)
-    assert run.shunned == []
+    assert run.avoided_nodes == []
     # One that we withdraw ourselves says nothing.
     again = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, again)

@@ -73,9 +73,9 @@ def test_every_job_name_makes_a_run(desk: Desk, name: str, begins: str) -> None:
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE, AllocationState.RELEASING)
     assert demand(desk.run, {}, NOW, asks=True).nodes == 3, "none in the place of a base job that comes again"
-    desk.run.held_back = "the budget does not allow for it"
+    desk.run.base_hold_reason = "the budget does not allow for it"
     assert demand(desk.run, {}, NOW, asks=True).nodes == 4
-    base.state, base.nodes, desk.run.held_back = AllocationState.RUNNING, ["n1"], ""
+    base.state, base.nodes, desk.run.base_hold_reason = AllocationState.RUNNING, ["n1"], ""
     running, pending = desk.hold(), desk.hold(state=AllocationState.PENDING)
     unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
     queued = desk.hold(state=AllocationState.UNKNOWN)
@@ -486,7 +486,7 @@ def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_a
     (renewed,) = base_jobs(desk)[0]
     desk.harvest.send(desk.turn(), desk.run, renewed.token)
     desk.harvest.note_submission(desk.turn(), desk.run, renewed.token, "900")
-    assert desk.run.held_back == ""
+    assert desk.run.base_hold_reason == ""
     desk.harvest.note_refusal(desk.turn(), desk.run, renewed.token, "Requested time limit is invalid")
     desk.at += FIRST_S
     assert len(base_jobs(desk)[0]) == 1, "the pauses begin anew after one that Slurm took"

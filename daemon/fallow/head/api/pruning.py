@@ -41,7 +41,7 @@ class Pruning:
         self._outdated: deque[str] = deque()
         self._run = ""
         self.looking: Future[int | None] | None = None
-        "scan of an outdated run's files that is under way (`_prepare_look`)"
+        "scan of an outdated run's files that is under way (`_prepare_scan`)"
 
     def tick(self, turn: Turn) -> None:
         """Prune the outdated run whose scan has ended, and start the scan of the next one.
@@ -61,7 +61,7 @@ class Pruning:
             self._outdated.extend(outdated(_ended(turn.registry), turn.now, self._settings.keep, older_than_s))
         run = turn.registry.runs.get(self._outdated.popleft()) if self._outdated else None
         if run is not None and _is_over(run):
-            self._run, self.looking = run.id, in_thread(_prepare_look(turn.registry, run), "prune")
+            self._run, self.looking = run.id, in_thread(_prepare_scan(turn.registry, run), "prune")
 
     def prune(
         self,
@@ -94,7 +94,7 @@ class Pruning:
             chosen = [
                 turn.registry.runs[name] for name in outdated(_ended(turn.registry), turn.now, keep, older_than_s)
             ]
-        looks = [_prepare_look(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen]
+        looks = [_prepare_scan(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen]
         pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen, looks, strict=True)]
         return [outcome for outcome in pruned if outcome is not None]
 
@@ -109,7 +109,7 @@ class Pruning:
             )
         if not _is_over(run):
             raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
-        if not checkpoints and _prepare_look(registry, run, keeps_report=False)() is None:
+        if not checkpoints and _prepare_scan(registry, run, keeps_report=False)() is None:
             raise FallowError(
                 f"run {shown(run.id)}: checkpoint folder {registry.checkpoint_folder(run)} cannot be read; "
                 "make the folder readable, or give the checkpoints up with --checkpoints",
@@ -151,7 +151,7 @@ def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s:
     return [run for run in reversed(newest_first[keep:]) if now - ended_at[run] >= older_than_s]
 
 
-def _prepare_look(
+def _prepare_scan(
     registry: Registry, run: Run, *, checkpoints: bool = False, keeps_report: bool = True
 ) -> Callable[[], int | None]:
     """Prepare the scan of a run's files. The result is a function for a thread.

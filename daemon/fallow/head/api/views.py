@@ -29,7 +29,7 @@ from fallow.model import (
 def run_view(run: Run, at: float, now: float) -> RunView:
     """View of a run; `at`: now on the head's clock, `now`: Unix time."""
     r, root = run.roster, run.root
-    front = _front(run)
+    front = _foremost_progress(run)
     total_steps = root.contract.total_steps if root.contract is not None else None
     return RunView(
         run=run.id,
@@ -51,7 +51,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=_change(run),
         scalars={**front.scalars},
-        message=_waits_for(run, at) or root.unsaved_reason,
+        message=_message(run, at) or root.unsaved_reason,
         without_agent=list(run.without_agent.values()),
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),
@@ -64,7 +64,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
     )
 
 
-def _front(run: Run) -> Progress:
+def _foremost_progress(run: Run) -> Progress:
     """Progress of the foremost member."""
     reporters = [n for n in run.roster.members if n in run.progress]
     return run.progress[max(reporters, key=lambda n: run.roster.nodes[n].step)] if reporters else Progress()
@@ -76,13 +76,13 @@ def _change(run: Run) -> str | None:
     return None if ballot is None else f"generation {ballot.change.generation}: {ballot.change.reason}"
 
 
-def _waits_for(run: Run, at: float) -> str:
+def _message(run: Run, at: float) -> str:
     """The most urgent message for the user."""
     record = run.record
     absent = "; ".join(run.without_agent.values())
     reason = record.harvest_paused or _only_barred(run, at) or absent or run.root.message
     slow_link = run.slow_link if run.root.status is RunStatus.TRAINING else ""
-    return reason or record.paused or run.held_back or run.machine.waiting() or slow_link
+    return reason or record.paused or run.base_hold_reason or run.machine.waiting() or slow_link
 
 
 def _why_barred(run: Run, host: str, at: float) -> str:
@@ -190,7 +190,7 @@ def node_views(
             if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
                 for node in [*allocation.nodes, *allocation.agents]:
                     our_nodes[node] = (run, allocation)
-    for node, holder in _going(cluster, runs):
+    for node, holder in _ending_nodes(cluster, runs):
         our_nodes.setdefault(node, holder)
     planned = {n for job in cluster.jobs if job.state == "PENDING" for n in job.planned_nodes}
     return [
@@ -199,7 +199,7 @@ def node_views(
     ]
 
 
-def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
+def _ending_nodes(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
     """Nodes of our jobs that are over for us and not for Slurm: they still count as ours."""
     over = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
     polled_jobs = Shown(cluster.jobs if over else [])

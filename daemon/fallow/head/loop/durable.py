@@ -215,7 +215,7 @@ class Durable:
                 turn.discard(turn.registry.runs[run_id])
         return values_by_run
 
-    async def make_anew(self, registry: Registry, run: Run, at: float) -> Run:
+    async def reload(self, registry: Registry, run: Run, at: float) -> Run:
         """Replace a run in memory by its records in the store.
 
         Raises:
@@ -224,7 +224,7 @@ class Durable:
         """
         entries = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in entries.items()}
-        new = registry.make_anew(run, read_run(run.id, stored), entries[f"run/{run.id}/root"][0], at)
+        new = registry.reload(run, read_run(run.id, stored), entries[f"run/{run.id}/root"][0], at)
         new.stored = {key: hash(value) for key, value in stored.items()}
         return new
 

@@ -53,7 +53,7 @@ def tell(future: asyncio.Future[Any], outcome: object) -> None:
         future.set_result(outcome)
 
 
-TOGETHER = 64
+MAX_BATCH = 64
 """Largest number of messages in one turn. The first is answered only after the last is handled."""
 
 
@@ -125,13 +125,13 @@ class Inbox:
         if isinstance(items[0], Tick):
             if drain is not None and not self._is_tick_last:
                 await drain()
-            items = [self._after_what_waits(items[0])]
+            items = [self._requeue_tick(items[0])]
         if isinstance(items[0], AgentMessage):
-            while len(items) < TOGETHER and self._cells and isinstance(self._cells[0][0], AgentMessage):
+            while len(items) < MAX_BATCH and self._cells and isinstance(self._cells[0][0], AgentMessage):
                 items.append(self.get_nowait())
         return items
 
-    def _after_what_waits(self, tick: Tick) -> Item:
+    def _requeue_tick(self, tick: Tick) -> Item:
         if self._is_tick_last or not self._cells:
             self._is_tick_last = False
             return tick

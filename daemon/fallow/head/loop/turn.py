@@ -171,7 +171,7 @@ class Turn:
             run.gathers.open(ballot.change.generation, ballot.members)
         if not all(isinstance(instruction, Order | ev.Admitted) for instruction in instructions):
             # Orders alone mean that no node has left. Large runs have many orders, so this check is skipped.
-            self.let_go_of_empty(run)
+            self.end_empty_allocations(run)
 
     def _take(self, run: Run, instruction: ev.Instruction) -> None:
         match instruction:
@@ -194,7 +194,7 @@ class Turn:
             case ev.RemoveCheckpoint(path):
                 self.removals.append(path)
             case ev.Barred(host):
-                self._let_go_of_host(run, host)
+                self._release_host(run, host)
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
 
@@ -224,9 +224,9 @@ class Turn:
             return
         allocation.state, allocation.asked_at, allocation.reason = AllocationState.RELEASING, self.now, reason
         self.apply(run, ev.Release(at=self.at, nodes=tuple(allocation.members), reason=reason))
-        self.let_go_of_empty(run)
+        self.end_empty_allocations(run)
 
-    def _let_go_of_host(self, run: Run, host: str) -> None:
+    def _release_host(self, run: Run, host: str) -> None:
         """Release the run's nodes on a barred host. An allocation on this host alone is released whole."""
         for allocation in run.live_allocations():
             if host in allocation.agents and not set(allocation.agents) - {host}:
@@ -246,12 +246,12 @@ class Turn:
         elif allocation.job_id is not None and not run.spec.local:
             self.cancels.append((run.id, allocation.token, allocation.job_id))
 
-    def stop_asking(self, run: Run, why: str) -> None:
+    def pause_requests(self, run: Run, why: str) -> None:
         """Request no more nodes until somebody resumes the run. The run keeps its nodes."""
         run.record.harvest_paused = why
         self.record(run, "pause", f"no more nodes are asked for: {why}")
 
-    def let_go_of_empty(self, run: Run) -> None:
+    def end_empty_allocations(self, run: Run) -> None:
         """End allocations without workers: all have left, or cannot go on."""
         if run.ended:
             return
@@ -288,7 +288,7 @@ class Turn:
             if allocation is elected:
                 code = Exit.OK if status is RunStatus.FINISHED else Exit.SOFTWARE
             allocation.state, allocation.asked_at = AllocationState.RELEASING, self.now
-            self.end_agents(allocation, code, why_ended(run, allocation))
+            self.end_agents(allocation, code, end_reason(run, allocation))
 
     @staticmethod
     def _elect(run: Run) -> Allocation | None:
@@ -302,7 +302,7 @@ class Turn:
         return next(iter(main or alive), None)
 
 
-def why_ended(run: Run, allocation: Allocation) -> str:
+def end_reason(run: Run, allocation: Allocation) -> str:
     """The reason that agents of an allocation get with the order to end."""
     if not run.ended:
         return allocation.reason

@@ -21,7 +21,7 @@ from fallow.core.protocol import (
     Refused,
     Setup,
 )
-from fallow.head.loop.turn import Turn, agent_peer, why_ended
+from fallow.head.loop.turn import Turn, agent_peer, end_reason
 from fallow.head.peers import checkpoints, throughput
 from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
@@ -65,7 +65,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         _see(turn, run, allocation, host, at)
     elif not isinstance(message, Left):
         # The head has given the allocation up. The exit code that it sent before stays valid.
-        _end(turn, run, allocation, peer, why_ended(run, allocation))
+        _end(turn, run, allocation, peer, end_reason(run, allocation))
     match message:
         case Beat():
             _beat(turn, run, allocation, host, message, at)
@@ -75,7 +75,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         case Left():
             allocation.left_at = turn.now
             turn.dirty.add(run.id)
-            agent_gone(turn, run, allocation, host, _left_with(message.code))
+            note_agent_end(turn, run, allocation, host, _explain_exit(message.code))
         case Gather():
             if message.node == allocation.agents[host].node:
                 answer, nodes = run.gathers.take(message)
@@ -107,15 +107,15 @@ def _end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -
 def _hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
     if allocation.end_code is not None:
         # The head has told all agents of this allocation to end. The message may have been lost with the link.
-        _end(turn, run, allocation, peer, why_ended(run, allocation))
+        _end(turn, run, allocation, peer, end_reason(run, allocation))
         return
     problem = _problem(run, allocation, hello)
     if problem is not None:
-        _turn_away(turn, run, allocation, peer, hello, problem)
+        _refuse(turn, run, allocation, peer, hello, problem)
         return
     is_new = hello.host not in allocation.agents
     if is_new:
-        _come(turn, run, allocation, hello)
+        _admit_agent(turn, run, allocation, hello)
     _see(turn, run, allocation, hello.host, at)
     agent = allocation.agents[hello.host]
     if hello.process != agent.process:
@@ -154,7 +154,7 @@ def _expect(turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: floa
         turn.apply(run, ev.Release(at=at, nodes=(agent.node,), reason=allocation.reason))
 
 
-def _turn_away(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, problem: str) -> None:
+def _refuse(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, problem: str) -> None:
     is_known = hello.host in allocation.agents or hello.node > 0
     if not (is_known and allocation.told_to_end):
         turn.record(run, "refuse", f"agent on {hello.host}: {problem}")
@@ -167,7 +167,7 @@ def _turn_away(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: H
     turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
 
 
-def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
+def _admit_agent(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
     """Record an agent that comes for the first time."""
     allocation.job_id = allocation.job_id or hello.job_id
     if run.record.slots is None:
@@ -214,7 +214,7 @@ def _beat(turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, a
         peer = agent_peer(allocation, host)
         turn.messages.append((peer, _beat_reply(turn, run, allocation, host)))
         if allocation.end_code is not None:
-            _end(turn, run, allocation, peer, why_ended(run, allocation))
+            _end(turn, run, allocation, peer, end_reason(run, allocation))
 
 
 def _report(
@@ -291,7 +291,7 @@ def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended
         # The worker was killed because it hung, and it printed its stack.
         name = member_name(node.id)
         turn.record(run, "stack", f"{name} on {host} hung here", node=node.id, stack=ended.tail)
-    _take_place(turn, run, allocation, host, ended)
+    _schedule_restart(turn, run, allocation, host, ended)
     end = ev.NodeEnded(
         at=at,
         node=ended.node,
@@ -305,10 +305,10 @@ def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended
         is_ordered=ended.is_ordered,
     )
     turn.apply(run, end)
-    turn.let_go_of_empty(run)
+    turn.end_empty_allocations(run)
 
 
-def _take_place(turn: Turn, run: Run, allocation: Allocation, host: str, end: Ended) -> None:
+def _schedule_restart(turn: Turn, run: Run, allocation: Allocation, host: str, end: Ended) -> None:
     """Schedule the restart of a node's workers after their end, unless they must not be restarted."""
     agent = allocation.agents[host]
     node = run.roster.nodes.get(end.node)
@@ -322,7 +322,7 @@ def _take_place(turn: Turn, run: Run, allocation: Allocation, host: str, end: En
     turn.record(run, "restart", f"the workers of {member_name(end.node)} on {host} are restarted {when}")
 
 
-def restart_due(turn: Turn, run: Run, allocation: Allocation) -> None:
+def request_due_restarts(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Request the restarts that are due. The answer to the agent's next heartbeat carries the new boot number."""
     for host, agent in allocation.agents.items():
         if agent.again_at is None or turn.now < agent.again_at:
@@ -333,7 +333,7 @@ def restart_due(turn: Turn, run: Run, allocation: Allocation) -> None:
             agent.boot, agent.node = agent.boot + 1, 0
 
 
-def agent_gone(
+def note_agent_end(
     turn: Turn,
     run: Run,
     allocation: Allocation,
@@ -388,7 +388,7 @@ def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:
     return None
 
 
-def _left_with(code: int) -> str:
+def _explain_exit(code: int) -> str:
     """Explain an agent's exit code."""
     match code:
         case Exit.OK:

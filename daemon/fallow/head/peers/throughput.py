@@ -50,7 +50,7 @@ def observe(turn: Turn, run: Run, node: int) -> None:
     began_at, first = stretch.begin
     lasted_s, steps = turn.at - began_at, report.step - first
     if lasted_s >= LONG_ENOUGH_S and steps >= STEPS:
-        _measured(turn, run, lasted_s / steps, lasted_s)
+        _record_speed(turn, run, lasted_s / steps, lasted_s)
         stretch.begin = turn.at, report.step
         _look_at_links(turn, run, lasted_s / steps, lasted_s)
 
@@ -70,7 +70,7 @@ def _is_one_machine(run: Run) -> bool:
     return len(set(machines.values())) < len(machines)
 
 
-def _measured(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
+def _record_speed(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
     curve, nodes = run.record.curve, [run.roster.nodes[n] for n in run.roster.members]
     curve.observe(sum(node.slots for node in nodes), step_s, lasted_s, turn.now)
     slots_and_paces = [(node.slots, run.progress[node.id].pace_s) for node in nodes if node.id in run.progress]
@@ -95,7 +95,7 @@ def _look_at_links(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None
     if finding is None:
         run.slow_link = ""
         return
-    text, goes = _words(run, finding), _may_go(run, finding.node)
+    text, goes = _words(run, finding), _may_release(run, finding.node)
     if goes:
         run.slow_link = ""
         turn.apply(run, ev.Bar(at=turn.at, host=finding.node, reason=text))
@@ -125,7 +125,7 @@ def _members(run: Run) -> list[Member]:
     ]
 
 
-def _may_go(run: Run, host: str) -> bool:
+def _may_release(run: Run, host: str) -> bool:
     """True if the host may be released: it is harvested, no member is leaving, and enough members remain."""
     r = run.roster
     host_members = [n for n in r.members if r.nodes[n].host == host]

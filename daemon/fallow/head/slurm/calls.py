@@ -64,7 +64,7 @@ class SlurmCalls:
         "name of the client in use, and the reason for it"
         self.interval_s = harvest.interval_s
         "interval between polls"
-        self._sooner = asyncio.Event()
+        self._reschedule = asyncio.Event()
         "set when the next poll may be due sooner than before"
         self._answers = asyncio.Event()
         "set while Slurm has answered the last poll and every submission since; otherwise nothing is submitted"
@@ -113,7 +113,7 @@ class SlurmCalls:
             try:
                 self.config = await slurm.config()
                 if self.config.accounting:
-                    self._owner_asked(slurm)
+                    self._query_owner(slurm)
                 self.polls += 1
                 cluster = await slurm.poll()
                 failures = 0
@@ -139,22 +139,22 @@ class SlurmCalls:
             remaining_s = began + self.interval_s - _now()
             if remaining_s <= 0:
                 return
-            self._sooner.clear()
+            self._reschedule.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(remaining_s):
-                    await self._sooner.wait()
+                    await self._reschedule.wait()
 
     def carry_out(self, turn: Turn) -> None:
         """Start the submissions, cancellations and polls that a durable turn asks for."""
         if turn.poll_soon:
             self._harvest.neighbours.poll_soon(turn.now)
-            self._sooner.set()
+            self._reschedule.set()
         for run_id, token in turn.submissions:
             self.submit(run_id, token)
-        if jobs := [job_id for run, token, job_id in turn.cancels if not self._is_anothers(run, token, job_id)]:
+        if jobs := [job_id for run, token, job_id in turn.cancels if not self._is_other_job(run, token, job_id)]:
             self.cancel(jobs)
 
-    def _is_anothers(self, run: str, token: str, job_id: str) -> bool:
+    def _is_other_job(self, run: str, token: str, job_id: str) -> bool:
         """Return True if the last poll shows another job under this id, which scancel would end."""
         allocation = self._registry.runs[run].allocations.get(token) if run in self._registry.runs else None
         cluster = self._harvest.cluster
@@ -183,7 +183,7 @@ class SlurmCalls:
         # Without an association of the user, the answer holds no limits.
         self._harvest.owner = self._owner if self._owner is not None and self._owner.shares else None
         self._harvest.polled(turn, cluster, self.config)
-        self._sooner.set()
+        self._reschedule.set()
 
     def submit(self, run: str, token: str) -> None:
         """Queue an allocation for submission. It is dropped if it is no longer wanted when its turn comes."""
@@ -250,7 +250,7 @@ class SlurmCalls:
     def submitted(self, turn: Turn, run_id: str, token: str, outcome: str | SubmitRejected | SubmitUnknown) -> None:
         """Take in the outcome of a submission: a job id, or an error."""
         run = turn.registry.runs[run_id]
-        self._sooner.set()
+        self._reschedule.set()
         match outcome:
             case str(job_id):
                 self._harvest.note_submission(turn, run, token, job_id)
@@ -266,10 +266,10 @@ class SlurmCalls:
         and the wait is at most `OWNER_PATIENCE_S`: the next call then gets the answer."""
         if self._slurm is None:
             return None
-        await asyncio.wait([self._owner_asked(self._slurm)], timeout=OWNER_PATIENCE_S)
+        await asyncio.wait([self._query_owner(self._slurm)], timeout=OWNER_PATIENCE_S)
         return self._owner
 
-    def _owner_asked(self, slurm: PacedClient) -> asyncio.Task[None]:
+    def _query_owner(self, slurm: PacedClient) -> asyncio.Task[None]:
         """The task of the present query, or of the last one if its answer is recent."""
         task = self._owner_task
         if task is None or (task.done() and _now() - self._owner_at > OWNER_EVERY_S):

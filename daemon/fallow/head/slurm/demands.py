@@ -47,7 +47,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         asks: False if the run may request nothing now.
     """
     asks = asks and not run.record.paused and not run.roster.finishing
-    nodes_wanted = _missing(run)
+    nodes_wanted = _missing_nodes(run)
     homes = [run.roster.nodes[n].host for n in run.roster.present()]
     contract = run.root.contract
     restarts, is_alike = (False, False) if contract is None else (contract.restarts, bool(contract.arithmetic))
@@ -56,7 +56,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         nodes=nodes_wanted if asks else min(nodes_wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if restarts else 0),
-        barred=frozenset((*run.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
+        barred=frozenset((*run.avoided_nodes, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=budget_left_node_s(run, now),
         kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
@@ -64,23 +64,25 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
     )
 
 
-def _missing(run: Run) -> int:
+def _missing_nodes(run: Run) -> int:
     """Number of nodes that the run could use beyond those that it holds or has requested; negative: a surplus."""
     useful = run.useful_members
     if run.root.generation == 0 and run.root.status is RunStatus.WAITING and run.record.slots is None:
         # Nothing has run yet. First the base job must show that the script works.
         useful = 0 if run.record.base_wanted else useful
-    live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING or _comes_again(run, a)]
+    live = [
+        a for a in run.live_allocations() if a.state is not AllocationState.RELEASING or _will_be_resubmitted(run, a)
+    ]
     replaced = {a.replaces for a in live}
     # While the successor of a node starts, both count as one node.
     staying = [a for a in live if a.token not in replaced]
     return useful - sum(_nodes(a) for a in staying)
 
 
-def _comes_again(run: Run, allocation: Allocation) -> bool:
+def _will_be_resubmitted(run: Run, allocation: Allocation) -> bool:
     """True if the head will submit this job again after its end, so that no other node should replace it."""
     r = run.record
-    return allocation.kind is AllocationKind.BASE and r.base_wanted and not (r.paused or run.held_back)
+    return allocation.kind is AllocationKind.BASE and r.base_wanted and not (r.paused or run.base_hold_reason)
 
 
 def _nodes(allocation: Allocation) -> int:
@@ -238,21 +240,21 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         return
     if run.root.limit <= len(run.roster.present()):
         limit = counted(run.root.limit, "node")
-        hold_back(turn, run, f"the limit of {limit} has no place for it; to raise the limit: fallow grow {run.id}")
+        note_base_hold(turn, run, f"the limit of {limit} has no place for it; to raise the limit: fallow grow {run.id}")
         return
     # Assume that Slurm grants the time of the last base job.
     limit_s, remaining_node_s, nodes = run.bases[-1].limit_s, budget_left_node_s(run, at), base_nodes(run.spec)
     if remaining_node_s is not None and (limit_s is None or limit_s * nodes > remaining_node_s):
         needs = "has no time limit" if limit_s is None else f"needs {limit_s * nodes / 3600:.3g}"
-        hold_back(turn, run, f"{max(0.0, remaining_node_s) / 3600:.3g} node-hours are left and the job {needs}")
+        note_base_hold(turn, run, f"{max(0.0, remaining_node_s) / 3600:.3g} node-hours are left and the job {needs}")
         return
-    run.held_back = ""
+    run.base_hold_reason = ""
     turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, renewed=True, limit_s=limit_s)
 
 
-def hold_back(turn: Turn, run: Run, why: str) -> None:
+def note_base_hold(turn: Turn, run: Run, why: str) -> None:
     """Log once why the base job is not submitted again."""
     text = f"the base job is not submitted again: {why}"
-    if text != run.held_back:
+    if text != run.base_hold_reason:
         turn.record(run, "budget", text)
-    run.held_back = text
+    run.base_hold_reason = text

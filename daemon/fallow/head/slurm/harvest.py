@@ -30,7 +30,14 @@ from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, jobs
-from fallow.head.slurm.demands import budget_left_node_s, demand, estimate, hold_back, keep_within_budget, renew_base
+from fallow.head.slurm.demands import (
+    budget_left_node_s,
+    demand,
+    estimate,
+    keep_within_budget,
+    note_base_hold,
+    renew_base,
+)
 from fallow.head.slurm.gains import gains
 from fallow.head.slurm.neighbours import DELAYS, Neighbours, give_back
 from fallow.head.slurm.pace import keep_pace
@@ -158,7 +165,7 @@ class Harvest:
 
     def _learn(self, turn: Turn, cluster: ClusterState, partitions: Sequence[PartitionInfo]) -> None:
         our_allocations = ((run, a) for run in turn.registry.on_slurm for a in run.allocations.values())
-        harvest = [(a, run.asks_as(a)) for run, a in our_allocations if a.harvested]
+        harvest = [(a, run.asker_of(a)) for run, a in our_allocations if a.harvested]
         names = {p.partition for p in partitions}
         for run_id, text in self._learner.take_in(cluster, harvest, names, turn.now):
             turn.record(turn.registry.runs[run_id], "backoff", text)
@@ -194,7 +201,7 @@ class Harvest:
 
         def want(run: Run) -> None:
             run_demand = demand(run, known_nodes, cluster.at, asks=run.id not in put_off)
-            demands.append(replace(_tried(run, run_demand), worth=gained[run.id].worth))
+            demands.append(replace(_limit_after_failures(run, run_demand), worth=gained[run.id].worth))
 
         turn.for_each([runs[name] for name in gained], "demand", want)
         live = [a for run in runs.values() for a in run.live_allocations()]
@@ -274,7 +281,7 @@ class Harvest:
             why = f"{failures} jobs in a row failed to start training"
             if duds.rounds > ROUNDS:
                 why += f", with growing pauses between them; to try again: fallow resume {run.id}"
-                turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
+                turn.pause_requests(run, f"{why}; the last: {duds.last or run.root.message}")
             else:
                 backoff.put_off(what, turn.now)
                 self.note(turn)
@@ -293,7 +300,7 @@ class Harvest:
         allocation = run.allocations.get(token)
         if allocation is None:
             return False
-        backoff_reason = self.knowledge.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
+        backoff_reason = self.knowledge.backoff.words(run.asker_of(allocation), allocation.partition, turn.now)
         if allocation.queued and allocation.kind is AllocationKind.HARVEST and backoff_reason:
             turn.record(run, "withdraw", f"{token}, not submitted yet: {backoff_reason}")
             turn.cancel(run, allocation, backoff_reason)
@@ -315,13 +322,13 @@ class Harvest:
         allocation, refusals, is_news = run.allocations[token], run.record.refusals, True
         turn.registry.end_allocation(run, allocation, reason)
         if allocation.kind is AllocationKind.HARVEST:
-            asker = run.asks_as(allocation)
+            asker = run.asker_of(allocation)
             is_news = self._strike(turn, run, asker, allocation.partition, allocation.minutes, reason)
         else:
             self.knowledge.backoff.put_off(base_job(run.id), turn.now)
             # This is rare, and the next head must know the pause even if this head is killed.
             self.note(turn)
-            hold_back(turn, run, f"Slurm refused it and the head tries again within the hour: {reason}")
+            note_base_hold(turn, run, f"Slurm refused it and the head tries again within the hour: {reason}")
         if is_news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
             # The other scopes are limits that pass as others' jobs end, or with a shorter request.
             place = allocation.partition if allocation.kind is AllocationKind.HARVEST else ""
@@ -330,8 +337,8 @@ class Harvest:
         usable: list[PartitionInfo] = []
         if self.cluster is not None:
             usable = _usable(run, harvestable(self.cluster, self.rules(self.cluster.at, self._site)))
-        if _everywhere(refusals, {p.partition for p in usable}) and not run.record.harvest_paused:
-            turn.stop_asking(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
+        if _is_refused_everywhere(refusals, {p.partition for p in usable}) and not run.record.harvest_paused:
+            turn.pause_requests(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
 
     def note_unknown_outcome(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """Note that sbatch gave no clear answer. The job may exist, so it is never submitted twice."""
@@ -415,7 +422,7 @@ def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
     )
 
 
-def _tried(run: Run, run_demand: Demand) -> Demand:
+def _limit_after_failures(run: Run, run_demand: Demand) -> Demand:
     """After several failed jobs, limit the demand to one job at a time until its node trains."""
     if run.failures < DUDS:
         return run_demand
@@ -457,7 +464,7 @@ def _usable(run: Run, harvestable: Collection[PartitionInfo]) -> list[PartitionI
     return [p for p in named if may_use(p, *astuple(run.asker))]
 
 
-def _everywhere(refusals: Mapping[str, int], usable: set[str]) -> bool:
+def _is_refused_everywhere(refusals: Mapping[str, int], usable: set[str]) -> bool:
     """True if Slurm has refused the run often enough in every usable partition."""
     harvest = {partition: number for partition, number in refusals.items() if partition}
     nowhere = sum(harvest.values()) >= REFUSALS and harvest.keys() >= usable

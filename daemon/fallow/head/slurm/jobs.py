@@ -34,7 +34,7 @@ from fallow.core.submission.sbatch import base_options, harvest_options, job_env
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
-from fallow.head.peers.agents import agent_gone
+from fallow.head.peers.agents import note_agent_end
 from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, FallowError, JobInfo, JobRequest, RunStatus
 
@@ -69,7 +69,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
                 read_left_job_id(turn, run, allocation)
                 _observe(turn, run, allocation, jobs.of(allocation), cluster.at)
             elif allocation.settled:
-                _prove_gone(turn, run, allocation)
+                _end_processes(turn, run, allocation)
         for allocation in list(run.allocations.values()):
             own_jobs = jobs.of(allocation)
             if follow(allocation, own_jobs, cluster.at, gpus):
@@ -90,7 +90,7 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
         if run.ended or has_other_base or not requeued(allocation, jobs.of(allocation)):
             continue
         for host in list(allocation.hosts):
-            agent_gone(turn, run, allocation, host, "Slurm has requeued its job", by_slurm=True)
+            note_agent_end(turn, run, allocation, host, "Slurm has requeued its job", by_slurm=True)
         begin_again(allocation, turn.now)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
 
@@ -137,7 +137,7 @@ def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) 
     if all(turn.at - seen_at > patience_s for seen_at in heard_at):
         for host in allocation.hosts:
             reason = f"agent on {host} is silent, and Slurm no longer has job {allocation.job_id}"
-            agent_gone(turn, run, allocation, host, reason, by_slurm=True)
+            note_agent_end(turn, run, allocation, host, reason, by_slurm=True)
 
 
 def _end_was_missed(run: Run, allocation: Allocation) -> bool:
@@ -150,7 +150,7 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
     by_slurm, node_failed = allocation.reason not in SCRIPT_END_STATES, allocation.reason == "NODE_FAIL"
     for host in list(allocation.hosts):
-        agent_gone(turn, run, allocation, host, reason, by_slurm=by_slurm, node_failed=node_failed)
+        note_agent_end(turn, run, allocation, host, reason, by_slurm=by_slurm, node_failed=node_failed)
     vanished = allocation.reason == "" and allocation.start_at is None
     is_lost = allocation.state is AllocationState.LOST
     if allocation.kind is AllocationKind.BASE and (is_lost or (vanished and _end_was_missed(run, allocation))):
@@ -162,17 +162,17 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
             turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
     elif allocation.kind is AllocationKind.BASE and vanished and allocation.asked_at is None:
         # The job waited and disappeared without a final state, so somebody has cancelled it.
-        _base_cancelled(turn, run, allocation)
+        _handle_base_cancellation(turn, run, allocation)
     elif (
         not (allocation.agents or allocation.told_to_end)
         and allocation.asked_at is None
         and allocation.reason in SCRIPT_END_STATES
     ):
-        _came_to_nothing(turn, run, allocation)
+        _note_launch_failure(turn, run, allocation)
     turn.registry.end_allocation(run, allocation, reason)
 
 
-def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
+def _end_processes(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Note that the processes of a given-up allocation have ended, because its jobs are over."""
     for host in allocation.agents:
         for node in run.roster.at_place(host, allocation.token):
@@ -180,7 +180,7 @@ def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
                 turn.apply(run, ev.NodeEnded(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
 
 
-def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
+def _note_launch_failure(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Handle a job that ended before an agent came: the script failed, or its node cannot reach the head."""
     how = f"job {allocation.job_id} ended ({allocation.reason})"
     text = f"{how} before its agent reached the head; see {turn.registry.output_of(run, allocation)}"
@@ -210,7 +210,7 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
     harvesting pauses.
     """
     if allocation.kind is AllocationKind.BASE:
-        _base_cancelled(turn, run, allocation)
+        _handle_base_cancellation(turn, run, allocation)
         return
     started = allocation.start_at is not None or bool(allocation.spans)
     node = allocation.nodes[0] if started and allocation.nodes else ""
@@ -223,10 +223,10 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
             if not other.ended and node not in other.barred:
                 turn.apply(other, ev.Bar(at=turn.at, host=node, reason=text))
     else:
-        backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
+        backoff.strike(text, run.asker_of(allocation), allocation.partition, None, turn.now)
     enough = cancelled.note(run.record.cancelled, turn.now, node)
     if enough and not run.record.harvest_paused and not run.ended:
-        turn.stop_asking(
+        turn.pause_requests(
             run,
             f"{cancelled.CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
             f"if it may go on: fallow resume {run.id}",
@@ -236,7 +236,7 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
                 turn.cancel(run, request, "harvest jobs of the run were cancelled by somebody")
 
 
-def _base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
+def _handle_base_cancellation(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End the run whose base job was cancelled, unless the user wants it to go on without one."""
     run.record.base_wanted = False
     turn.dirty.add(run.id)
@@ -309,15 +309,15 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             # A job of normal priority uses the account and QOS of the user's own job.
             qos="" if allocation.hurried else run.asker.qos,
             account="" if allocation.hurried else run.asker.account,
-            barred=[*run.shunned, *filter(None, [allocation.exclude])],
+            barred=[*run.avoided_nodes, *filter(None, [allocation.exclude])],
             part=allocation.part,
             hurried=allocation.hurried,
         )
         script = harvest_script(spec.script)
     else:
-        later = said_later(spec, run.shunned)
+        later = said_later(spec, run.avoided_nodes)
         options = base_options(
-            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned, by_script=later
+            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.avoided_nodes, by_script=later
         )
         script = with_directives(spec.script, later)
     return JobRequest(

@@ -46,7 +46,7 @@ class Neighbours:
         "partition -> its nodes from which Slurm preempts nobody, so that only we give them back; no empty sets"
         self._visibility = Visibility()
         self._memory = Memory()
-        self._awaited = False
+        self._has_waiting_job = False
         "True if somebody waits for such a node whose job is over for us, and not for Slurm"
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> ExternalDemand:
@@ -75,7 +75,7 @@ class Neighbours:
         demand = assess(cluster, live, former=former, passed_over=self._memory.passed_over, site=rules)
         self._memory = remember(self._memory, cluster.at, demand, rules.looks_again_s)
         tokens = frozenset[str]().union(*demand.delayed_jobs.values())
-        self._awaited = any(a.token in tokens and self._is_ours_to_give(a) for a in over)
+        self._has_waiting_job = any(a.token in tokens and self._is_ours_to_give(a) for a in over)
         waited = self.delays.note(cluster, demand.delayed_jobs)
         for job in waited:
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for our nodes"
@@ -105,7 +105,7 @@ class Neighbours:
     def _is_watchful(self, registry: Registry) -> bool:
         """True if we hold nodes that only we can give back, or somebody waits for the end of our job on such a node."""
         live = (a for run in registry.current.values() for a in run.live_allocations() if a.harvested)
-        return self._awaited or any(map(self._is_ours_to_give, live))
+        return self._has_waiting_job or any(map(self._is_ours_to_give, live))
 
     def _is_ours_to_give(self, allocation: Allocation) -> bool:
         """Return True if only we can give back the nodes that the allocation has, or may get."""

@@ -120,7 +120,7 @@ class Lease:
         self._valid_until = began + VALID_S
         if may_live:
             try:
-                own_files(self._paths.redis_dir)
+                copy_store_files(self._paths.redis_dir)
             except OSError:
                 # The next attempt must copy the files, too.
                 self._file.unlink()
@@ -168,7 +168,7 @@ class Lease:
     # -- renewal and confirmation ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def kept_up(self) -> Iterator[None]:
+    def renewal(self) -> Iterator[None]:
         """Renew the lease from a thread of its own, so that a busy head does not lose it."""
         ended = threading.Event()
 
@@ -190,7 +190,7 @@ class Lease:
         began = self._clock()
         try:
             if not self._is_ours():
-                self._lose(_decode(self._newest()[1]))
+                self._note_takeover(_decode(self._newest()[1]))
                 return
             self._claim = msgspec.structs.replace(self._claim, beat=self._claim.beat + 1)
             self._write()
@@ -213,7 +213,7 @@ class Lease:
         claim = _decode(content)
         return number == _number(self._file) and claim is not None and claim.nonce == self._claim.nonce
 
-    def _lose(self, successor: Claim | None) -> None:
+    def _note_takeover(self, successor: Claim | None) -> None:
         who = "another head" if successor is None else f"the head on {successor.host} (pid {successor.pid})"
         self._takeover = FallowError(f"{who} has taken over {self._paths.state}; this one ends", Exit.CANTCREAT)
 
@@ -271,7 +271,7 @@ def _decode(data: bytes) -> Claim | None:
         return None
 
 
-def own_files(folder: Path) -> None:
+def copy_store_files(folder: Path) -> None:
     """Replace each file of the store by a copy. A server that has the old files open then changes only those."""
     for path in sorted(folder.glob("appendonly*")):
         for file in [path] if path.is_file() else sorted(path.iterdir()):

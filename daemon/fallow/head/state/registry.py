@@ -121,7 +121,7 @@ class Run:
         "other user's job that waits for a limit and stops requests of this run, as of the last plan; empty: none"
         self.target: int | None = None
         "number of harvested nodes, held and requested, without those that are given back, as of the last plan"
-        self.held_back = ""
+        self.base_hold_reason = ""
         "why its base job is not submitted again"
         self.is_empty: bool | None = None
         "True if the run had no member at the last tick; None: this head has not looked for checkpoints on disk yet"
@@ -150,7 +150,7 @@ class Run:
         return {host: bar.reason for host, bar in self.roster.failures.bars.items() if bar.reason}
 
     @property
-    def shunned(self) -> list[str]:
+    def avoided_nodes(self) -> list[str]:
         """Nodes that the run avoids: barred or drained."""
         return sorted({*self.barred, *self.record.drained})
 
@@ -182,7 +182,7 @@ class Run:
         """True if a member is alive. Called at each heartbeat, so it stops at the first living member."""
         return any(map(self.roster.alive, self.roster.members))
 
-    def asks_as(self, allocation: Allocation) -> Asker:
+    def asker_of(self, allocation: Allocation) -> Asker:
         """Account and QOS of a harvest job. A job of normal priority uses those of the user's own job."""
         return Asker.of(self.spec) if allocation.hurried else self.asker
 
@@ -213,7 +213,7 @@ class Run:
             node.phase is MemberPhase.SILENT or (not node.exited and self.may_restart(allocation, host))
         )
 
-    def look_how_far(self) -> None:
+    def update_position(self) -> None:
         """Update `step` and `reached`: the foremost member may have left, or gone back to a checkpoint."""
         self.step = self.roster.front
         positions = (self.progress[n].reached for n in self.roster.members if n in self.progress)
@@ -362,7 +362,7 @@ class Registry:
         run = Run(stored, machine, revision, ordered(self.config))
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in stored.allocations.values():
-            if allocation.live or _may_still_come(spec, allocation):
+            if allocation.live or _may_have_agents(spec, allocation):
                 self.principals[allocation.public_key] = allocation
         return run
 
@@ -405,7 +405,7 @@ class Registry:
         self.runs.pop(run.id, None)
         self.current.pop(run.id, None)
 
-    def make_anew(self, run: Run, stored: StoredRun, revision: int, at: float) -> Run:
+    def reload(self, run: Run, stored: StoredRun, revision: int, at: float) -> Run:
         """Replace a run in memory by its durable records, as a head does that starts."""
         self._forget_keys(run)
         new = self.add(stored._replace(spec=run.spec), revision, at)
@@ -487,7 +487,7 @@ class Registry:
             # Its agents lived until now, even if polls did not show its job.
             allocation.state, allocation.unseen_at = AllocationState.ENDED, None
         allocation.reason = allocation.reason or reason
-        if not _may_still_come(run.spec, allocation):
+        if not _may_have_agents(run.spec, allocation):
             self.close(run, allocation)
 
     def close(self, run: Run, allocation: Allocation) -> None:
@@ -513,6 +513,6 @@ class Registry:
         return key in self.principals
 
 
-def _may_still_come(spec: RunSpec, allocation: Allocation) -> bool:
+def _may_have_agents(spec: RunSpec, allocation: Allocation) -> bool:
     """True while the job of an allocation that was given up may still have agents."""
     return not spec.local and allocation.job_id is not None and not allocation.settled
