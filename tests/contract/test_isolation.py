@@ -97,7 +97,7 @@ async def test_an_error_in_the_ticks_of_one_run_leaves_the_others_theirs(
                 raise RecursionError("a run of its own kind")
             ticked.add(run.id)
 
-        monkeypatch.setattr("fallow.head.deadlines.forget", fails)
+        monkeypatch.setattr("fallow.head.deadlines.drop_stale_records", fails)
         found = await head.until(
             lambda seen: {view.run: view.status for view in seen.runs}[bad.run] is RunStatus.FAILED, "the run failed"
         )
@@ -194,7 +194,7 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
             run.record.spent_node_s = 1e9
             raise ZeroDivisionError("in the middle")
 
-        monkeypatch.setattr(agents, "_warned", half)
+        monkeypatch.setattr(agents, "_handle_warning", half)
         first, other = hello(head, bad.id), hello(head, good.id)
         await head.take(first, AgentMessage(first.peer, Beat(warned=15), 0.0), other)
         await head.take(first)  # until it is admitted
@@ -354,7 +354,7 @@ async def test_a_node_whose_every_message_fails_does_not_keep_its_run_from_going
             fails += 1
             raise ZeroDivisionError("each time")
 
-        monkeypatch.setattr(agents, "_beat", fail)
+        monkeypatch.setattr(agents, "_handle_beat", fail)
         monkeypatch.setattr(faults_module, "FIRST_PAUSE_S", 60.0)
         for _ in range(10):
             head.head._receive(peer, Beat())
@@ -370,7 +370,7 @@ async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_a
         bad, good = await head.bad_and_good()
         await head.take(hello(head, bad.run))
         await head.head._durable.store.save([Write(f"run/{bad.run}/record", None, b"\xc1")], [])
-        monkeypatch.setattr(agents, "_beat", lambda *_: 1 // 0)
+        monkeypatch.setattr(agents, "_handle_beat", lambda *_: 1 // 0)
         await head.take(AgentMessage(hello(head, bad.run).peer, Beat(), 0.0))
         views = {view.run: view for view in (await head.snapshot()).runs}
         assert (views[bad.run].status, views[good.run].status) == (RunStatus.FAILED, RunStatus.WAITING)
@@ -395,14 +395,14 @@ def test_a_peer_at_whose_messages_the_head_fails_is_heard_ever_later() -> None:
     for _ in range(9):
         quarantine.add("peer", now)
         began = now
-        while quarantine.holds("peer", now):
+        while quarantine.blocks("peer", now):
             now += 0.5
         waits.append(now - began)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
-    assert not quarantine.holds("other", now)
+    assert not quarantine.blocks("other", now)
     now += MENDED_S + 60.0
     quarantine.add("peer", now)
-    assert not quarantine.holds("peer", now + 1.0)
+    assert not quarantine.blocks("peer", now + 1.0)
 
 
 async def test_a_task_beside_the_loop_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

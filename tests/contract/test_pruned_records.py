@@ -86,8 +86,8 @@ class Desk:
     async def tick(self) -> None:
         turn = self.turn()
         self.pruning.tick(turn)
-        if self.pruning.looking is not None:
-            wait([self.pruning.looking])
+        if self.pruning.scan is not None:
+            wait([self.pruning.scan])
         await self.durable.write(turn)
 
     async def prune(self) -> Sequence[object]:

@@ -29,7 +29,7 @@ from fallow.head.api.pruning import Pruning
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable, refuse_newer
 from fallow.head.loop.faults import Faults, Quarantine, in_thread
-from fallow.head.loop.inbox import AgentMessage, Inbox, Item, Tick, Work, tell
+from fallow.head.loop.inbox import AgentMessage, Inbox, Item, Tick, Work, resolve
 from fallow.head.loop.monitoring import Metrics, Notifier
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import agents, checkpoints
@@ -258,7 +258,7 @@ class Head:
 
     def _receive(self, peer: str, message: FromAgent) -> None:
         at = steady()
-        if not self._quarantine.holds(peer, at):
+        if not self._quarantine.blocks(peer, at):
             self._inbox.put_nowait(AgentMessage(peer, message, at))
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class Head:
             await self._recovery.settle(turn, ticked=isinstance(items[0], Tick))
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(item, Work) and item.answer is not None:
-                tell(item.answer, _undone_error(item, turn.failures[0].error) if turn.failed else outcome)
+                resolve(item.answer, _undone_error(item, turn.failures[0].error) if turn.failed else outcome)
 
     def _decide(self, turn: Turn, item: Item) -> Any:
         """Handle an item and return its result.

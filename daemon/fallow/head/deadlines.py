@@ -47,7 +47,7 @@ def tick_run(turn: Turn, run: Run) -> None:
         for host in allocation.hosts:
             _watch_agent(turn, run, allocation, host)
         request_due_restarts(turn, run, allocation)
-    forget(turn, run)
+    drop_stale_records(turn, run)
 
 
 def _watch_agent(turn: Turn, run: Run, allocation: Allocation, host: str) -> None:
@@ -67,7 +67,7 @@ def _watch_agent(turn: Turn, run: Run, allocation: Allocation, host: str) -> Non
 def _end_stragglers(turn: Turn, run: Run) -> None:
     """Forget the agents of an ended run that fell silent."""
     for allocation in run.live_allocations():
-        neighbours.hurry(turn, run, allocation)
+        neighbours.enforce_departure(turn, run, allocation)
         for host in allocation.hosts:
             seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
             if turn.at - seen_at > turn.registry.config.membership.lease_s:
@@ -82,7 +82,7 @@ def watch_time(turn: Turn, run: Run) -> None:
             _tell_end(turn, run, allocation, allocation.end_at + turn.at - turn.now)
             if allocation.state is AllocationState.RUNNING and turn.now >= _leaves_at(run, allocation, config):
                 turn.release_allocation(run, allocation, allocation.ends_because)
-        neighbours.hurry(turn, run, allocation)
+        neighbours.enforce_departure(turn, run, allocation)
 
 
 def next_at(run: Run, config: Membership) -> float:
@@ -145,7 +145,7 @@ def _look_for_agents(turn: Turn, run: Run) -> None:
             turn.record(run, "network", text, job=allocation.job_id)
 
 
-def forget(turn: Turn, run: Run) -> None:
+def drop_stale_records(turn: Turn, run: Run) -> None:
     """Drop reports of nodes whose records are gone, and ended allocations of `fallow local`."""
     for node in [node for node in run.progress if node not in run.roster.nodes]:
         del run.progress[node]

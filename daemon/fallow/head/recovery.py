@@ -54,7 +54,7 @@ class Recovery:
             if run_id in self._registry.runs:
                 await self._reload(self._registry.runs[run_id], words)
         for run in list(self._registry.current.values()) if ticked else ():
-            if self._faults.ticked(run.id, failed=run.id in reasons):
+            if self._faults.note_tick(run.id, failed=run.id in reasons):
                 await self.end(run, f"the head failed repeatedly on this run ({reasons[run.id]}); see the head's log")
 
     async def _reload(self, run: Run, why: str) -> None:

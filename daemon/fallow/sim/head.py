@@ -26,7 +26,7 @@ from fallow.core.protocol import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Inbox, Work, tell
+from fallow.head.loop.inbox import Inbox, Work, resolve
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.calls import SlurmCalls
@@ -121,7 +121,7 @@ class VirtualHead(Head):
             outcome = item.act(turn)
             self._carry_out(turn)
             if item.answer is not None:
-                tell(item.answer, outcome)
+                resolve(item.answer, outcome)
 
     def _carry_out(self, turn: Turn) -> None:
         if turn.failures:

@@ -353,7 +353,7 @@ def test_an_error_in_the_plan_of_one_run_costs_no_other_run_its_turn(
     turn = slurm.poll()
     if step == "give_all_back":
         turn = desk.turn()
-        slurm.harvest.switch(turn, "stopped")
+        slurm.harvest.set_stop_reason(turn, "stopped")
         assert {run for run, *_ in turn.cancels} == {good.id}
     else:
         assert good.id in {run for run, _ in turn.submissions}

@@ -18,7 +18,7 @@ from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.planning.rules import AHEAD, HarvestRules
 from fallow.head.api.views import node_views
-from fallow.head.loop.inbox import Inbox, Item, Work, tell
+from fallow.head.loop.inbox import Inbox, Item, Work, resolve
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import EXPERIENCE, Harvest
@@ -224,7 +224,7 @@ class Loop:
         assert isinstance(item, Work)
         outcome = item.act(turn)
         if item.answer is not None:
-            tell(item.answer, outcome)
+            resolve(item.answer, outcome)
         for run, token in turn.submissions:
             self.calls.submit(run, token)
         return turn

@@ -23,7 +23,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm import jobs
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import sweep, take_in
-from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
+from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, enforce_departure, give_back
 from fallow.head.state.registry import Registry, Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunSpec, RunStatus
 
@@ -110,16 +110,16 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
     assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
     early, ended, last = (turn(book, NOW + s) for s in (LEAVE_S - 0.1, LEAVE_S, LEAVE_S + END_S))
-    hurry(early, run, allocation)
+    enforce_departure(early, run, allocation)
     assert not early.messages
-    hurry(ended, run, allocation)
+    enforce_departure(ended, run, allocation)
     assert [message.kill_after_s for _, message in ended.messages if isinstance(message, EndAgent)] == [0.0]
     assert not ended.cancels
-    hurry(last, run, allocation)
+    enforce_departure(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
     again, later = (turn(book, last.now + s) for s in (CANCEL_AGAIN_S - 0.1, CANCEL_AGAIN_S))
-    hurry(again, run, allocation)
-    hurry(later, run, allocation)
+    enforce_departure(again, run, allocation)
+    enforce_departure(later, run, allocation)
     assert (again.cancels, later.cancels) == ([], last.cancels), "a scancel may fail"
     idle = held(book, run, agents=False)
     give_back(last, run, idle, "somebody waits")
@@ -133,7 +133,7 @@ def test_a_clock_that_is_set_back_holds_up_no_end_of_a_job(book: Registry, run: 
     give_back(turn(book), run, allocation, "somebody waits")
     for after_s, ends in ((0.0, True), (LEAVE_S, False), (LEAVE_S + END_S, False)):
         now = turn(book, NOW - back_s + after_s)
-        hurry(now, run, allocation)
+        enforce_departure(now, run, allocation)
         assert any(isinstance(message, EndAgent) for _, message in now.messages) is ends
     assert now.cancels == [(run.id, allocation.token, "7")]
     over = held(book, run)

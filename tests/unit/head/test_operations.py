@@ -406,7 +406,7 @@ def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> No
 
 def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=1.0)
-    desk.harvest.switch(desk.turn(), "nothing is harvested")
+    desk.harvest.set_stop_reason(desk.turn(), "nothing is harvested")
     base = desk.hold(AllocationKind.BASE)
     base.limit_s = 7200.0
     base.state = AllocationState.ENDED
@@ -420,7 +420,7 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
 
 def test_a_base_job_counts_with_all_the_nodes_that_its_script_asks_for(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=2.0, sbatch_options=["--nodes=2", ":", "--nodes=1"])
-    desk.harvest.switch(desk.turn(), "nothing is harvested")
+    desk.harvest.set_stop_reason(desk.turn(), "nothing is harvested")
     base = desk.hold(AllocationKind.BASE)
     base.limit_s, base.state = 3600.0, AllocationState.ENDED
     assert base_jobs(desk) == (
@@ -468,7 +468,7 @@ def test_a_base_job_for_which_the_limit_leaves_no_place_is_not_submitted_again(d
 
 
 def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_and_longer_pauses(desk: Desk) -> None:
-    desk.harvest.switch(desk.turn(), "nothing is harvested")
+    desk.harvest.set_stop_reason(desk.turn(), "nothing is harvested")
     desk.hold(AllocationKind.BASE).state = AllocationState.ENDED
     asked_at = []
     for _ in range(int(7200.0 / POLL_S)):

@@ -37,10 +37,10 @@ class Pruning:
 
     def __init__(self, settings: Prune) -> None:
         self._settings = settings
-        self._look_at = 0.0
+        self._next_look_at = 0.0
         self._outdated: deque[str] = deque()
         self._run = ""
-        self.looking: Future[int | None] | None = None
+        self.scan: Future[int | None] | None = None
         "scan of an outdated run's files that is under way (`_prepare_scan`)"
 
     def tick(self, turn: Turn) -> None:
@@ -48,20 +48,20 @@ class Pruning:
 
         Scans run in a thread: the file system with the checkpoints may hang for hours.
         """
-        if self.looking is not None:
-            if not self.looking.done():
+        if self.scan is not None:
+            if not self.scan.done():
                 return
-            looked, self.looking = self.looking, None
+            looked, self.scan = self.scan, None
             run = turn.registry.runs.get(self._run)
             if run is not None and _is_over(run):
                 self._prune(turn, run, looked.result(), dry_run=False)
-        if not self._outdated and turn.at >= self._look_at:
-            self._look_at = turn.at + EVERY_S
+        if not self._outdated and turn.at >= self._next_look_at:
+            self._next_look_at = turn.at + EVERY_S
             older_than_s = self._settings.older_than_days * DAY_S
-            self._outdated.extend(outdated(_ended(turn.registry), turn.now, self._settings.keep, older_than_s))
+            self._outdated.extend(outdated(_end_times(turn.registry), turn.now, self._settings.keep, older_than_s))
         run = turn.registry.runs.get(self._outdated.popleft()) if self._outdated else None
         if run is not None and _is_over(run):
-            self._run, self.looking = run.id, in_thread(_prepare_scan(turn.registry, run), "prune")
+            self._run, self.scan = run.id, in_thread(_prepare_scan(turn.registry, run), "prune")
 
     def prune(
         self,
@@ -86,20 +86,20 @@ class Pruning:
             FallowError: a named run has not ended, or still has jobs.
         """
         if runs:
-            named = {run.id: run for run in (self._over(turn.registry, name, checkpoints) for name in runs)}
+            named = {run.id: run for run in (self._find_ended_run(turn.registry, name, checkpoints) for name in runs)}
             chosen = list(named.values())
         else:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
             chosen = [
-                turn.registry.runs[name] for name in outdated(_ended(turn.registry), turn.now, keep, older_than_s)
+                turn.registry.runs[name] for name in outdated(_end_times(turn.registry), turn.now, keep, older_than_s)
             ]
         looks = [_prepare_scan(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen]
         pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen, looks, strict=True)]
         return [outcome for outcome in pruned if outcome is not None]
 
     @staticmethod
-    def _over(registry: Registry, name: str, checkpoints: bool) -> Run:
+    def _find_ended_run(registry: Registry, name: str, checkpoints: bool) -> Run:
         run = registry.get(name, by_name=True)
         if not run.ended:
             raise FallowError(
@@ -195,7 +195,7 @@ def _is_counted(report: Path) -> bool:
     return False
 
 
-def _ended(registry: Registry) -> dict[str, float]:
+def _end_times(registry: Registry) -> dict[str, float]:
     """Run -> Unix time of its end, for ended runs without jobs."""
     return {run.id: run.record.ended_at or 0.0 for run in registry.runs.values() if _is_over(run)}
 

@@ -62,8 +62,8 @@ class Durable:
     ) -> None:
         self.problem = ""
         "reason why the store cannot be written now; empty: it can"
-        self._said_at = 0.0
-        self._waits = waits
+        self._logged_at = 0.0
+        self._report_wait = waits
         self._lease = lease
         self.last_event = 0
         "number of the newest line of the event log"
@@ -84,7 +84,7 @@ class Durable:
         """Start the private server, if there is one, and connect."""
         namespace = None
         if self._redis is not None:
-            await self._patiently(self._redis.start, OPEN_PATIENCE_S)
+            await self._retry(self._redis.start, OPEN_PATIENCE_S)
         else:
             # On a shared Redis each state folder has its own namespace.
             namespace = hashlib.sha256(bytes(self._paths.state)).hexdigest()[:16]
@@ -158,11 +158,11 @@ class Durable:
                 decision that is not durable.
         """
         if self._lease is not None:
-            await self._lease.confirm(changing=turn.changing, waits=self._waits)
-        if not turn.changing:
+            await self._lease.confirm(changing=turn.has_changes, waits=self._report_wait)
+        if not turn.has_changes:
             if self._redis is not None and not self._redis.alive:
                 # No write needs the store now, but a request for the event log would fail.
-                await self._patiently(self.store.check)
+                await self._retry(self.store.check)
             return []
         values = self._values_of(turn)
         writes = [Write(f"note/{key}", None, note) for key, note in turn.notes.items()]
@@ -177,7 +177,7 @@ class Durable:
             writes += [Write(f"run/{run.id}/{key}", None, None) for key in run.stored]
             writes += [Write(key, None, None) for key in self._unreadable_keys.get(run.id, ())]
         try:
-            seqs = await self._patiently(lambda: self.store.save(writes, turn.records))
+            seqs = await self._retry(lambda: self.store.save(writes, turn.records))
         except Fenced:
             text = f"another head has taken over {self._paths.state}; this one ends"
             raise FallowError(text, Exit.CANTCREAT) from None
@@ -206,7 +206,7 @@ class Durable:
         values_by_run: dict[str, dict[str, bytes | None]] = {}
         for run_id in sorted(turn.dirty):
             try:
-                values_by_run[run_id] = _changed(turn.registry.runs[run_id])
+                values_by_run[run_id] = _changed_values(turn.registry.runs[run_id])
             except Exception as error:
                 turn.fail("store", error, run_id)
         for run_id in turn.failed:
@@ -222,13 +222,13 @@ class Durable:
             FallowError: the store was away for too long.
             Exception: the records cannot be read.
         """
-        entries = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
+        entries = await self._retry(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in entries.items()}
         new = registry.reload(run, read_run(run.id, stored), entries[f"run/{run.id}/root"][0], at)
         new.stored = {key: hash(value) for key, value in stored.items()}
         return new
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]], patience_s: float | None = None) -> T:
+    async def _retry(self, ask: Callable[[], Awaitable[T]], patience_s: float | None = None) -> T:
         """Call the store, and repeat the call each time that the store is back.
 
         Raises:
@@ -252,16 +252,16 @@ class Durable:
                 if now - began > patience_s:
                     text = f"nothing could be written down for {patience_s:g} s: {words}. This head ends"
                     raise FallowError(f"{text}; training goes on, start the head again", Exit.TEMPFAIL) from problem
-                if words != self.problem or now - self._said_at > _SHOW_AGAIN_S:
+                if words != self.problem or now - self._logged_at > _SHOW_AGAIN_S:
                     log.warning("store.away", error=words)
-                    self._said_at = now
+                    self._logged_at = now
                 self.problem = words
-                self._waits(words)
+                self._report_wait(words)
                 await asyncio.sleep(pause_s)
                 pause_s = min(_PAUSE_S[1], 2 * pause_s)
-                problem = await self._revive()
+                problem = await self._restart_store()
 
-    async def _revive(self) -> FallowError | None:
+    async def _restart_store(self) -> FallowError | None:
         """Start the private server again, and check that the store did not lose writes.
 
         Returns:
@@ -272,7 +272,7 @@ class Durable:
         """
         if self._lease is not None:
             # If another head has taken over, a second server would overwrite its acknowledged writes.
-            await self._lease.confirm(changing=True, waits=self._waits)
+            await self._lease.confirm(changing=True, waits=self._report_wait)
         try:
             if self._redis is not None:
                 await self._redis.start()
@@ -301,7 +301,7 @@ def refuse_newer(what: str, error: Exception) -> None:
             raise FallowError(text, Exit.CONFIG) from error
 
 
-def _changed(run: Run) -> dict[str, bytes | None]:
+def _changed_values(run: Run) -> dict[str, bytes | None]:
     """Key -> value of a run's records that differ from the store; None: to be deleted."""
     values = run.roster.take_writes()
     now: dict[str, RunRecord | Allocation] = {f"allocation/{token}": a for token, a in run.allocations.items()}

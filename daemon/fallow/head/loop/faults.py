@@ -98,7 +98,7 @@ class Faults:
         """One entry for each kind, in order of first occurrence."""
         return list(self._kinds.values())
 
-    def ticked(self, run: str, *, failed: bool) -> bool:
+    def note_tick(self, run: str, *, failed: bool) -> bool:
         """Note the outcome of a run's tick. Return True if the run must be stopped: its ticks failed too often."""
         if not failed:
             self._in_a_row.pop(run, None)
@@ -158,7 +158,7 @@ class Quarantine:
         times, _ = self._blocked_peers.get(peer, (0, now))
         self._blocked_peers[peer] = times + 1, now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times, 20))
 
-    def holds(self, peer: str, now: float) -> bool:
+    def blocks(self, peer: str, now: float) -> bool:
         """Return True if the peer is blocked now."""
         return peer in self._blocked_peers and now < self._blocked_peers[peer][1]
 

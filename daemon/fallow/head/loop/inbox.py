@@ -43,7 +43,7 @@ class Tick:
 Item = AgentMessage | Work | Tick
 
 
-def tell(future: asyncio.Future[Any], outcome: object) -> None:
+def resolve(future: asyncio.Future[Any], outcome: object) -> None:
     """Give a result or an error to a caller, unless the caller no longer waits."""
     if future.done():
         return

@@ -66,13 +66,13 @@ class Metrics:
             registry=collectors,
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
         )
-        self._delayed = Histogram(
+        self._others_delayed = Histogram(
             "fallow_others_delayed_seconds",
             "Time that a job of somebody else waited because a node was still ours",
             registry=collectors,
             buckets=(1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 300.0),
         )
-        self._served = port is not None
+        self._is_served = port is not None
         if port is not None:
             try:
                 start_http_server(port, addr="127.0.0.1", registry=collectors)
@@ -82,13 +82,13 @@ class Metrics:
     def count_event(self, event: EventRecord) -> None:
         self._events.labels(kind=event.kind).inc()
         if event.kind == "delayed":
-            self._delayed.observe(event.data["waited_s"])
+            self._others_delayed.observe(event.data["waited_s"])
         if pause_s := event.data.get("pause_s"):
             self._pause.labels(kind=event.kind).observe(pause_s)
 
     def update(self, registry: Registry) -> None:
         """Set the gauges from the registry. Does nothing if the metrics are not served."""
-        if not self._served:
+        if not self._is_served:
             return
         runs = list(registry.current.values())
         self._members.set(sum(len(r.roster.present()) for r in runs if not r.ended))

@@ -125,7 +125,7 @@ class Turn:
         self.dirty.discard(run.id)
 
     @property
-    def changing(self) -> bool:
+    def has_changes(self) -> bool:
         """True if the turn has something to write."""
         return bool(self.dirty or self.records or self.notes or self.forgotten)
 

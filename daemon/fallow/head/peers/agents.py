@@ -53,7 +53,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
     turn.registry.hearing.hear(at)
     run = turn.registry.runs[allocation.run]
     if isinstance(message, Hello):
-        _hello(turn, run, allocation, peer, message, at)
+        _handle_hello(turn, run, allocation, peer, message, at)
         return
     host = agent_of(peer)
     if host not in allocation.agents:
@@ -62,15 +62,15 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
             turn.messages.append((peer, Introduce(node=message.report.node)))
         return
     if allocation.live:
-        _see(turn, run, allocation, host, at)
+        _note_seen(turn, run, allocation, host, at)
     elif not isinstance(message, Left):
         # The head has given the allocation up. The exit code that it sent before stays valid.
-        _end(turn, run, allocation, peer, end_reason(run, allocation))
+        _send_end(turn, run, allocation, peer, end_reason(run, allocation))
     match message:
         case Beat():
-            _beat(turn, run, allocation, host, message, at)
+            _handle_beat(turn, run, allocation, host, message, at)
         case Ended():
-            _ended(turn, run, allocation, host, message, at)
+            _handle_end(turn, run, allocation, host, message, at)
             turn.messages.append((peer, EndNoted(node=message.node, boot=message.boot)))
         case Left():
             allocation.left_at = turn.now
@@ -84,7 +84,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
                         turn.tell(run, node, answer)
 
 
-def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
+def _note_seen(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
     run.agent_seen[allocation.token, host] = at
     if allocation.agents[host].gone:
         # The agent was silent, but it lives.
@@ -92,7 +92,7 @@ def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> 
         turn.dirty.add(run.id)
 
 
-def _end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -> None:
+def _send_end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -> None:
     """Tell an agent to end."""
     code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
     if not allocation.told_to_end and allocation.end_code is None:
@@ -104,37 +104,37 @@ def _end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -
 # -- arrival of agents --------------------------------------------------------------------------------------------
 
 
-def _hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
+def _handle_hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
     if allocation.end_code is not None:
         # The head has told all agents of this allocation to end. The message may have been lost with the link.
-        _end(turn, run, allocation, peer, end_reason(run, allocation))
+        _send_end(turn, run, allocation, peer, end_reason(run, allocation))
         return
-    problem = _problem(run, allocation, hello)
+    problem = _refusal_reason(run, allocation, hello)
     if problem is not None:
         _refuse(turn, run, allocation, peer, hello, problem)
         return
     is_new = hello.host not in allocation.agents
     if is_new:
         _admit_agent(turn, run, allocation, hello)
-    _see(turn, run, allocation, hello.host, at)
+    _note_seen(turn, run, allocation, hello.host, at)
     agent = allocation.agents[hello.host]
     if hello.process != agent.process:
         # A node has one agent, so the former agent has ended, and its workers with it.
         agent.process, agent.again_at = hello.process, None
         agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
         turn.record(run, "node", f"{hello.host} has a new agent of {allocation.token}")
-    turn.messages.append((peer, _setup(turn, run, allocation)))
+    turn.messages.append((peer, _setup_message(turn, run, allocation)))
     if hello.boot < agent.boot:
         # The agent does not know yet that the head wants a newer start of its workers.
         turn.messages.append((peer, _beat_reply(turn, run, allocation, hello.host)))
         return
-    _expect(turn, run, allocation, hello, at)
+    _expect_workers(turn, run, allocation, hello, at)
     if is_new and allocation.asked_at is not None and allocation.state is AllocationState.RUNNING:
         # The allocation was to be cancelled as soon as its job appeared.
         turn.release_allocation(run, allocation, allocation.reason)
 
 
-def _expect(turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: float) -> None:
+def _expect_workers(turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: float) -> None:
     """Handle the announcement, maybe repeated, of the start of workers that the head expects."""
     agent = allocation.agents[hello.host]
     before, agent.boot = agent.node, hello.boot
@@ -160,7 +160,7 @@ def _refuse(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hell
         turn.record(run, "refuse", f"agent on {hello.host}: {problem}")
     if is_known:
         # An agent that was admitted before ignores a refusal, so it is told to end.
-        _end(turn, run, allocation, peer, problem)
+        _send_end(turn, run, allocation, peer, problem)
         return
     allocation.told_to_end = True
     turn.dirty.add(run.id)
@@ -185,7 +185,7 @@ def _admit_agent(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> 
     turn.record(run, "node", f"{hello.host} came with {allocation.token}", job=hello.job_id)
 
 
-def _setup(turn: Turn, run: Run, allocation: Allocation) -> Setup:
+def _setup_message(turn: Turn, run: Run, allocation: Allocation) -> Setup:
     config = turn.registry.config
     return Setup(
         run=run.id,
@@ -204,20 +204,20 @@ def _setup(turn: Turn, run: Run, allocation: Allocation) -> Setup:
 # -- beats and reports --------------------------------------------------------------------------------------------
 
 
-def _beat(turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, at: float) -> None:
+def _handle_beat(turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, at: float) -> None:
     if beat.warned:
-        _warned(turn, run, allocation, beat.warned)
+        _handle_warning(turn, run, allocation, beat.warned)
     if beat.report is not None:
         progress = None if beat.brief else beat.progress
-        _report(turn, run, allocation, host, beat.report, progress, at)
+        _handle_report(turn, run, allocation, host, beat.report, progress, at)
     if allocation.live:
         peer = agent_peer(allocation, host)
         turn.messages.append((peer, _beat_reply(turn, run, allocation, host)))
         if allocation.end_code is not None:
-            _end(turn, run, allocation, peer, end_reason(run, allocation))
+            _send_end(turn, run, allocation, peer, end_reason(run, allocation))
 
 
-def _report(
+def _handle_report(
     turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress | None, at: float
 ) -> None:
     node = run.roster.nodes.get(report.node)
@@ -258,7 +258,7 @@ def _beat_reply(turn: Turn, run: Run, allocation: Allocation, host: str) -> News
     )
 
 
-def _warned(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
+def _handle_warning(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
     """Handle a signal with which Slurm warned the node."""
     if run.ended or not allocation.live:
         return
@@ -279,7 +279,7 @@ def _warned(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
 # -- end of workers and agents ------------------------------------------------------------------------------------
 
 
-def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended, at: float) -> None:
+def _handle_end(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended, at: float) -> None:
     node = run.roster.nodes.get(ended.node)
     if node is None or (node.token, node.host, node.boot) != (allocation.token, host, ended.boot):
         return
@@ -372,7 +372,7 @@ def _patience_s(run: Run, allocation: Allocation, patience_s: float) -> float:
     return inf if allocation.kind is AllocationKind.BASE else patience_s + max(patience_s, STAND_IN_S)
 
 
-def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:
+def _refusal_reason(run: Run, allocation: Allocation, hello: Hello) -> str | None:
     """Reason to refuse an agent; None: accept it."""
     if hello.token != allocation.token:
         return f"its key belongs to {allocation.token}, it says {hello.token}"

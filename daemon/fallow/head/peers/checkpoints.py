@@ -52,7 +52,7 @@ def _begin_look(turn: Turn, run: Run) -> None:
 def _end_look(turn: Turn, run: Run) -> None:
     if run.look is not None and run.look.done():
         finished_look, run.look = run.look, None
-        _take(turn, run, finished_look.result())
+        _apply_look(turn, run, finished_look.result())
 
 
 def _look(folder: Path, known_paths: Collection[str]) -> Look:
@@ -72,7 +72,7 @@ def _look(folder: Path, known_paths: Collection[str]) -> Look:
     return entries
 
 
-def _take(turn: Turn, run: Run, look: Look) -> None:
+def _apply_look(turn: Turn, run: Run, look: Look) -> None:
     known_paths = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
     for entry in look:
         if isinstance(entry, tuple):

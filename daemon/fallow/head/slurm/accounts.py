@@ -42,20 +42,20 @@ def note(turn: Turn) -> None:
 def _note_run(run: Run, now: float) -> None:
     r, record = run.roster, run.record
     allocations = run.allocations.values()
-    member_places = set() if run.ended else _places(run, filter(r.alive, r.members))
-    note_members(allocations, member_places, now)
+    places = set() if run.ended else _member_places(run, filter(r.alive, r.members))
+    note_members(allocations, places, now)
     for report in takewhile(lambda report: report.generation > record.accounted_generation, reversed(run.generations)):
         if report.pause_s is not None and report.kind is not ChangeKind.START:
-            note_pause(allocations, _places(run, map(member_number, report.members)), report.pause_s, 0.0)
+            note_pause(allocations, _member_places(run, map(member_number, report.members)), report.pause_s, 0.0)
     if run.generations:
         record.accounted_generation = max(record.accounted_generation, run.generations[-1].generation)
     discarded = run.root.discarded - record.accounted_discarded
     if discarded:
-        note_pause(allocations, member_places, 0.0, discarded * _step_s(run))
+        note_pause(allocations, places, 0.0, discarded * _step_s(run))
         record.accounted_discarded = run.root.discarded
 
 
-def _places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
+def _member_places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
     """(token, host) of members whose records exist."""
     nodes = (run.roster.nodes.get(n) for n in members)
     return {(node.token, node.host) for node in nodes if node is not None}
@@ -83,7 +83,7 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
     alive = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
     for token, allocation in list(run.allocations.items()):
         is_lost = allocation.state is AllocationState.LOST and not allocation.spans
-        is_old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
+        is_old = at - _ended_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
         if (allocation.settled or (is_lost and is_old)) and not allocation.counted:
             tally(record.usage, allocation, at)
             if allocation.harvested:
@@ -106,7 +106,7 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
         turn.registry.retire(run)
 
 
-def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:
+def _ended_at(requested_at: float, ends: Iterable[float | None]) -> float:
     return max([requested_at, *(end for end in ends if end is not None)])
 
 

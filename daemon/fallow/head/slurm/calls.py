@@ -97,7 +97,7 @@ class SlurmCalls:
             self._is_stopped = await asyncio.to_thread(exists, path, before)
             why = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
             if self._is_stopped != before:
-                self._inbox.put_nowait(Work("stop file", partial(self._harvest.switch, why=why)))
+                self._inbox.put_nowait(Work("stop file", partial(self._harvest.set_stop_reason, why=why)))
 
     async def _watch_stop_file(self) -> None:
         while True:

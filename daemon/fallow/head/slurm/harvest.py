@@ -134,7 +134,7 @@ class Harvest:
             limits_known=self.owner is not None,
         )
 
-    def switch(self, turn: Turn, why: str) -> None:
+    def set_stop_reason(self, turn: Turn, why: str) -> None:
         """Stop harvesting and give everything back, for the reason `why`; empty: go on with the next poll."""
         before, self.stopped = self.stopped, why
         if why:
@@ -184,7 +184,7 @@ class Harvest:
         put_off = set[str]()
 
         def look(run: Run) -> None:
-            if not run.ended and self._put_off(turn, run):
+            if not run.ended and self._is_put_off(turn, run):
                 put_off.add(run.id)
 
         turn.for_each(runs.values(), "pause", look)
@@ -217,16 +217,16 @@ class Harvest:
                 turn.for_each([runs[action.run]], "request", partial(_submit, turn, action))
             elif action.token in allocations_by_token:  # demand of an earlier poll may name an ended allocation
                 allocation = allocations_by_token[action.token]
-                turn.for_each([runs[allocation.run]], "give back", partial(_let_go, turn, action, allocation))
+                turn.for_each([runs[allocation.run]], "give back", partial(_give_up_node, turn, action, allocation))
         self.unused = dict(result.unused)
 
-        def hurry(run: Run) -> None:
+        def update_pace(run: Run) -> None:
             run.gain, run.target = gained.get(run.id), result.targets.get(run.id)
             if run.id not in put_off and not self.stopped:
                 most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, budget_left_node_s(run, cluster.at), most, knowledge.backoff, rules)
 
-        turn.for_each(runs.values(), "pace", hurry)
+        turn.for_each(runs.values(), "pace", update_pace)
 
     def _within_limits(
         self,
@@ -264,7 +264,7 @@ class Harvest:
         give_backs = (*external.give_backs, *more.values())
         return capped(demands, (waits, reserve)), replace(external, give_backs=give_backs)
 
-    def _put_off(self, turn: Turn, run: Run) -> bool:
+    def _is_put_off(self, turn: Turn, run: Run) -> bool:
         """True if it is too early to request nodes, because the last jobs failed."""
         duds, failures = run.record.fruitless, run.failures
         backoff, what = self.knowledge.backoff, harvest_jobs(run.id)
@@ -444,7 +444,7 @@ def _submit(turn: Turn, ask: Ask, run: Run) -> None:
     )
 
 
-def _let_go(turn: Turn, action: GiveBack | Withdraw, allocation: Allocation, run: Run) -> None:
+def _give_up_node(turn: Turn, action: GiveBack | Withdraw, allocation: Allocation, run: Run) -> None:
     if isinstance(action, GiveBack):
         leave = give_back if action.urgent else Turn.release_allocation
         leave(turn, run, allocation, action.reason)

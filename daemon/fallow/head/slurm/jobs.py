@@ -67,7 +67,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
         for allocation in list(run.allocations.values()):
             if allocation.live:
                 read_left_job_id(turn, run, allocation)
-                _observe(turn, run, allocation, jobs.of(allocation), cluster.at)
+                _update_allocation(turn, run, allocation, jobs.of(allocation), cluster.at)
             elif allocation.settled:
                 _end_processes(turn, run, allocation)
         for allocation in list(run.allocations.values()):
@@ -77,7 +77,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
                 if allocation.settled:
                     turn.registry.close(run, allocation)
                     if cancelled.by_others(allocation, own_jobs, closed):
-                        _cancelled(turn, run, allocation, backoff)
+                        _handle_cancellation(turn, run, allocation, backoff)
 
     turn.for_each(turn.registry.on_slurm, "jobs of a poll", observe_run)
 
@@ -95,7 +95,7 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
 
 
-def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
+def _update_allocation(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
     """Update one allocation. Args: jobs: its jobs in the poll; at: Unix time of the poll."""
     unseen, was_shown = allocation.job_id is None, allocation.unseen_at is None
     changed = observe(allocation, jobs, at, horizon_s(turn.registry.config.slurm.poll_interval_s))
@@ -112,7 +112,7 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInf
         allocation.end_at = grace_end
         turn.release_allocation(run, allocation, "preempted")
     if not allocation.live:
-        _ended(turn, run, allocation)
+        _handle_end(turn, run, allocation)
     elif (
         allocation.asked_at is not None
         and not allocation.agents
@@ -146,7 +146,7 @@ def _end_was_missed(run: Run, allocation: Allocation) -> bool:
     return allocation.unseen_at is not None and allocation.unseen_at - shown_at > REMEMBERED_S
 
 
-def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
+def _handle_end(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
     by_slurm, node_failed = allocation.reason not in SCRIPT_END_STATES, allocation.reason == "NODE_FAIL"
     for host in list(allocation.hosts):
@@ -203,7 +203,7 @@ def is_new(run: Run) -> bool:
 # -- cancellations by others --------------------------------------------------------------------------------------
 
 
-def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
+def _handle_cancellation(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
     """Handle a cancellation by somebody else.
 
     For a base job, the run ends. For a harvest job, all runs avoid its node for a while; after several, the run's

@@ -151,7 +151,7 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
         turn.cancel(run, allocation, reason)
 
 
-def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
+def enforce_departure(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End an allocation that has not left in time: its workers first, then its job."""
     if allocation.gone_by is None or turn.now < allocation.gone_by <= turn.now + CANCEL_AGAIN_S or not allocation.live:
         return

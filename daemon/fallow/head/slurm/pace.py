@@ -60,7 +60,7 @@ def keep_pace(
     missing = extra_nodes(schedule, speeds, nodes_held, most - len(requests))
     if missing and not run.record.paused:
         for _ in range(min(missing, max_pending - len(waiting))):
-            minutes = _ask(turn, run, cluster, schedule, budget_node_s, backoff, rules)
+            minutes = _request_node(turn, run, cluster, schedule, budget_node_s, backoff, rules)
             if not minutes:
                 break
             budget_node_s = None if budget_node_s is None else budget_node_s - 60.0 * minutes
@@ -68,7 +68,7 @@ def keep_pace(
         _give_back(turn, run, schedule, training)
 
 
-def _ask(
+def _request_node(
     turn: Turn,
     run: Run,
     cluster: ClusterState,

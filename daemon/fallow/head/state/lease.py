@@ -108,7 +108,7 @@ class Lease:
         number, content = self._newest()
         former = _decode(content)
         may_live = number > 0 and (former is None or not self._is_gone(former))
-        if may_live and not self._stays_silent(number, content, former):
+        if may_live and not self._is_silent(number, content, former):
             self.acquire()
             return
         self._file = self._paths.head_lease(number + 1)
@@ -144,7 +144,7 @@ class Lease:
             raise self._refusal(former)
         return True
 
-    def _stays_silent(self, number: int, content: bytes, former: Claim | None) -> bool:
+    def _is_silent(self, number: int, content: bytes, former: Claim | None) -> bool:
         """Watch the newest claim for `WATCH_S`; False: the claim was released meanwhile."""
         until = self._clock() + WATCH_S
         log.info("lease.watched", host="" if former is None else former.host, seconds=WATCH_S)
