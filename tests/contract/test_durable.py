@@ -209,8 +209,7 @@ async def test_a_folder_that_stays_unwritable_ends_the_head_in_the_end(
             await durable.write(noted(book))
     assert caught.value.code is Exit.TEMPFAIL
     assert caught.value.message == (
-        f"nothing could be written down for 1 s: {paths.redis_dir}: {full}. This head ends; training goes on, start "
-        "the head again"
+        f"the store was away for 1 s: {paths.redis_dir}: {full}. This head ends; training goes on, start the head again"
     )
 
 

@@ -395,8 +395,8 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _undone_error(item: Item, error: Exception) -> FallowError:
-    """The answer to a request whose turn was discarded because of an error."""
+    """The answer to a request whose turn was discarded after an error."""
     words = f"{type(error).__name__}: {clean(str(error), 200)}"
     what = item.source.removeprefix("request ")
-    text = f"{what}: the head could not carry this out ({words}); nothing was changed, and its log says more"
+    text = f"{what}: the head could not carry this out ({words}); nothing was changed. See the head's log"
     return FallowError(text, Exit.SOFTWARE)

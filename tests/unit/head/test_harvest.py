@@ -437,7 +437,7 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     assert text.endswith("job 9 of bob waits for AssocGrpNodeLimit")
     await site.poll(1.0, times=3)
     assert len(run.live_allocations()) == 1, "one node is enough, and none is asked for in its place"
-    assert site.kinds("limit") == ["nothing is asked for: job 9 of bob waits for AssocGrpNodeLimit"]
+    assert site.kinds("limit") == ["no nodes are requested: job 9 of bob waits for AssocGrpNodeLimit"]
     site.slurm.others = []
     await site.poll(times=2)
     assert len(run.live_allocations()) == 2

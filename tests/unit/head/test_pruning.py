@@ -192,7 +192,7 @@ def test_a_run_that_goes_on_or_still_has_jobs_is_never_pruned(desk: Desk) -> Non
     with pytest.raises(FallowError, match=f"run {going.id} is waiting; only a run that has ended is pruned") as caught:
         desk.pruning.prune(turn, runs=[going.id])
     assert caught.value.code is Exit.USAGE
-    with pytest.raises(FallowError, match=f"run {ending.id[:-1]}: no run has this very name"):
+    with pytest.raises(FallowError, match=f"run {ending.id[:-1]}: no run has exactly this name"):
         desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[ending.id[:-1]])
     with pytest.raises(FallowError, match=f"run {ending.id} still has jobs"):
         desk.pruning.prune(turn, runs=[ending.id])

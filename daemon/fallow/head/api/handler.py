@@ -79,7 +79,7 @@ class ControlHandler:
             raise
         except Exception as error:
             words = self._faults.note(f"request {method}", error)
-            text = f"{method}: the head could not carry this out ({words}); its log says more"
+            text = f"{method}: the head could not carry this out ({words}). See the head's log"
             raise FallowError(text, Exit.SOFTWARE) from error
 
     async def _answer(self, method: str, params: dict[str, Any]) -> Any:

@@ -250,7 +250,7 @@ class Durable:
             while problem is not None:
                 now, words = time.monotonic(), problem.message
                 if now - began > patience_s:
-                    text = f"nothing could be written down for {patience_s:g} s: {words}. This head ends"
+                    text = f"the store was away for {patience_s:g} s: {words}. This head ends"
                     raise FallowError(f"{text}; training goes on, start the head again", Exit.TEMPFAIL) from problem
                 if words != self.problem or now - self._logged_at > _SHOW_AGAIN_S:
                     log.warning("store.away", error=words)

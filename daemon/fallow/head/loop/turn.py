@@ -249,7 +249,7 @@ class Turn:
     def pause_requests(self, run: Run, why: str) -> None:
         """Request no more nodes until somebody resumes the run. The run keeps its nodes."""
         run.record.harvest_paused = why
-        self.record(run, "pause", f"no more nodes are asked for: {why}")
+        self.record(run, "pause", f"no more nodes are requested: {why}")
 
     def end_empty_allocations(self, run: Run) -> None:
         """End allocations without workers: all have left, or cannot go on."""

@@ -250,7 +250,7 @@ class Harvest:
         for run in runs.values():
             before, run.limited_by = run.limited_by, waits.because.get(run.id, "")
             if run.limited_by not in ("", before):
-                turn.record(run, "limit", f"nothing is asked for: {run.limited_by}")
+                turn.record(run, "limit", f"no nodes are requested: {run.limited_by}")
         for allocation in live:
             if allocation.token in waits.withdraw:
                 _withdraw(turn, runs[allocation.run], allocation, waits.withdraw[allocation.token])

@@ -143,7 +143,7 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
     if allocation.wanted_at is not None:
         return
     if allocation.state is AllocationState.RELEASING:
-        turn.record(run, "release", f"{allocation.token} has to hurry: {reason}")
+        turn.record(run, "release", f"{allocation.token} must leave soon: {reason}")
     turn.release_allocation(run, allocation, reason)
     allocation.wanted_at, allocation.gone_by = turn.now, turn.now + LEAVE_S
     if not allocation.agents:

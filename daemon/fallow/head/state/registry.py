@@ -343,7 +343,7 @@ class Registry:
         if matches:
             ids = ", ".join(sorted(each.id for each in matches))
             raise FallowError(f"run {shown(run)} matches {len(matches)} runs; say which: {ids}", Exit.USAGE)
-        what = "no run has this very name" if by_name else "no such run"
+        what = "no run has exactly this name" if by_name else "no such run"
         raise FallowError(f"run {shown(run)}: {what}; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
