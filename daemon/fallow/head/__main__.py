@@ -11,7 +11,6 @@ from fallow.model import Exit, FallowError
 
 
 def run(words: list[str]) -> int:
-    """The head's exit code."""
     match words:
         case []:
             return main()

@@ -306,7 +306,6 @@ class Head:
             return _undone_error(item, error)
 
     def _run_of(self, item: Item) -> str | None:
-        """The run that an item concerns; None: no single run."""
         if isinstance(item, AgentMessage):
             allocation = self._registry.principals.get(key_of(item.peer))
             return None if allocation is None else allocation.run
@@ -395,7 +394,6 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _undone_error(item: Item, error: Exception) -> FallowError:
-    """The answer to a request whose turn was discarded after an error."""
     words = f"{type(error).__name__}: {clean(str(error), 200)}"
     what = item.source.removeprefix("request ")
     text = f"{what}: the head could not carry this out ({words}); nothing was changed. See the head's log"

@@ -35,7 +35,6 @@ def tick(turn: Turn) -> None:
 
 
 def tick_run(turn: Turn, run: Run) -> None:
-    """Check one run."""
     if run.ended:
         _end_stragglers(turn, run)
         return

@@ -71,7 +71,6 @@ class ControlHandler:
         self._started = steady()
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
-        """Answer one control request in JSON."""
         params = check(method, params)
         try:
             return msgspec.Raw(msgspec.json.encode(await self._answer(method, params)))

@@ -197,7 +197,6 @@ class Operations:
         turn.dirty.add(target_run.id)
 
     def rollback(self, turn: Turn, run: Name, step: Count) -> None:
-        """Go back to the checkpoint of step `step`."""
         target_run = self._active_run(run)
         r = target_run.roster
         usable_steps = sorted({checkpoint.step for checkpoint in r.checkpoints.usable()})

@@ -201,7 +201,6 @@ def _end_times(registry: Registry) -> dict[str, float]:
 
 
 def _is_over(run: Run) -> bool:
-    """True if the run has ended and its jobs are in its sums."""
     return run.ended and all(one.counted for one in run.allocations.values())
 
 

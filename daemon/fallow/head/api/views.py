@@ -65,13 +65,11 @@ def run_view(run: Run, at: float, now: float) -> RunView:
 
 
 def _foremost_progress(run: Run) -> Progress:
-    """Progress of the foremost member."""
     reporters = [n for n in run.roster.members if n in run.progress]
     return run.progress[max(reporters, key=lambda n: run.roster.nodes[n].step)] if reporters else Progress()
 
 
 def _change(run: Run) -> str | None:
-    """The membership change that is under way, as text."""
     ballot = run.machine.ballot
     return None if ballot is None else f"generation {ballot.change.generation}: {ballot.change.reason}"
 

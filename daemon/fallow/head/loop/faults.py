@@ -159,7 +159,6 @@ class Quarantine:
         self._blocked_peers[peer] = times + 1, now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times, 20))
 
     def blocks(self, peer: str, now: float) -> bool:
-        """Return True if the peer is blocked now."""
         return peer in self._blocked_peers and now < self._blocked_peers[peer][1]
 
 

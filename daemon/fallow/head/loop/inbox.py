@@ -108,7 +108,6 @@ class Inbox:
         return item
 
     def empty(self) -> bool:
-        """True if no item waits."""
         return not self._cells
 
     async def take(self, drain: Callable[[], Awaitable[None]] | None = None) -> list[Item]:

@@ -69,7 +69,6 @@ class Turn:
 
     @classmethod
     def begin(cls, registry: Registry) -> "Turn":
-        """A turn at the present time."""
         at = steady()
         return cls(registry, at, at)
 
@@ -126,7 +125,6 @@ class Turn:
 
     @property
     def has_changes(self) -> bool:
-        """True if the turn has something to write."""
         return bool(self.dirty or self.records or self.notes or self.forgotten)
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:

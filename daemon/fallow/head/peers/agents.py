@@ -93,7 +93,6 @@ def _note_seen(turn: Turn, run: Run, allocation: Allocation, host: str, at: floa
 
 
 def _send_end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -> None:
-    """Tell an agent to end."""
     code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
     if not allocation.told_to_end and allocation.end_code is None:
         allocation.told_to_end = True
@@ -389,7 +388,6 @@ def _refusal_reason(run: Run, allocation: Allocation, hello: Hello) -> str | Non
 
 
 def _explain_exit(code: int) -> str:
-    """Explain an agent's exit code."""
     match code:
         case Exit.OK:
             return "the run is over, and the rest of its batch script goes on"

@@ -56,7 +56,6 @@ def _note_run(run: Run, now: float) -> None:
 
 
 def _member_places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
-    """(token, host) of members whose records exist."""
     nodes = (run.roster.nodes.get(n) for n in members)
     return {(node.token, node.host) for node in nodes if node is not None}
 

@@ -167,7 +167,6 @@ class SlurmCalls:
         return is_anothers
 
     def polled(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
-        """Take in a poll, or the error of one."""
         if isinstance(cluster, FallowError):
             if self.error is None:
                 turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
@@ -248,7 +247,6 @@ class SlurmCalls:
         return ""
 
     def submitted(self, turn: Turn, run_id: str, token: str, outcome: str | SubmitRejected | SubmitUnknown) -> None:
-        """Take in the outcome of a submission: a job id, or an error."""
         run = turn.registry.runs[run_id]
         self._reschedule.set()
         match outcome:
@@ -286,7 +284,6 @@ class SlurmCalls:
                 self._owner = OwnerView(user="", at=time.time(), notes=[f"Slurm did not say: {error.message}"])
 
     def cancel(self, jobs: list[str]) -> None:
-        """Cancel jobs in a task of its own."""
         if self._slurm is not None:
             self._faults.run_in_background("Slurm cancel", self._cancel(self._slurm, jobs))
 

@@ -253,7 +253,6 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
 
 
 def note_base_hold(turn: Turn, run: Run, why: str) -> None:
-    """Log once why the base job is not submitted again."""
     text = f"the base job is not submitted again: {why}"
     if text != run.base_hold_reason:
         turn.record(run, "budget", text)

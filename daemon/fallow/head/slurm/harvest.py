@@ -292,7 +292,6 @@ class Harvest:
     # -- submissions and their outcomes ---------------------------------------------------------------------------
 
     def request(self, paths: Paths, run: Run, allocation: Allocation) -> JobRequest:
-        """The request for sbatch of an allocation."""
         return jobs.job_request(self._config, paths, run, allocation, self.neighbours.nice)
 
     def send(self, turn: Turn, run: Run, token: str) -> bool:
@@ -310,7 +309,6 @@ class Harvest:
         return True
 
     def note_submission(self, turn: Turn, run: Run, token: str, job_id: str) -> None:
-        """Note that Slurm accepted a submission."""
         jobs.submitted(turn, run, token, job_id)
         if run.allocations[token].kind is AllocationKind.BASE:
             self.knowledge.backoff.take_up(base_job(run.id))
@@ -398,7 +396,6 @@ class Harvest:
 
 
 def give_all_back(turn: Turn, run: Run, reason: str) -> None:
-    """End all allocations of a run except for its base jobs."""
     for allocation in run.live_allocations():
         if allocation.kind is AllocationKind.BASE or allocation.asked_at is not None:
             continue

@@ -337,7 +337,6 @@ def give_up_queued(turn: Turn, why: str) -> None:
 
 
 def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
-    """Give up one run's unsent submissions."""
     for allocation in run.live_allocations():
         if allocation.queued:
             turn.record(run, "withdraw", f"{allocation.token}: {why}")

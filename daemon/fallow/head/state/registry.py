@@ -243,7 +243,6 @@ def ordered(config: Config) -> Asker:
 
 
 def timing(config: Membership) -> Timing:
-    """Deadlines of the membership's state machines."""
     return Timing(
         prepare_s=config.prepare_timeout_s,
         start_s=config.start_timeout_s,
