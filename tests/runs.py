@@ -171,7 +171,7 @@ def settle(
                 say(n, prepared=generation, given_up=max(said(n).given_up, run.machine.order(n).broken))
             continue
         for n in [n for n in ballot.change.leavers if run.roster.alive(n)]:
-            say(n, left=generation, given_up=generation)
+            say(n, passed_boundary=generation, given_up=generation)
         for n in list(ballot.members):
             if state.going is not None:
                 arrive(n, generation)

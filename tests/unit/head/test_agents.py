@@ -412,7 +412,7 @@ def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_w
         talk.pass_s(0.1)
         assert wanted() == boot + 1
     texts = talk.texts("restart")
-    assert [text.rpartition(" on h1 ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
+    assert [text.rpartition(" restarted ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
     agent.start_again(4).end(None, signal=9)
     allocation = run.allocations[agent.hello.token]
     assert (allocation.agents["h1"].again_at, allocation.end_code) == (talk.now + 8.0, None)

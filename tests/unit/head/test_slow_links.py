@@ -180,7 +180,7 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     )
     assert said == expected
     assert views.run_view(run, turn.at, turn.now).without_agent == [expected]
-    assert "since 55 s" in tick(turn, run, 15.0)
+    assert "for 55 s" in tick(turn, run, 15.0)
     assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
         ("network", expected)
     ]

@@ -297,7 +297,7 @@ def refuse_newer(what: str, error: Exception) -> None:
     """
     for cause in (error, error.__cause__):
         if isinstance(cause, records.Newer):
-            text = f"{what} was written by a newer Fallow: {cause.message}. This head ends; training goes on"
+            text = f"a newer Fallow has written {what}: {cause.message}. This head ends; training goes on"
             raise FallowError(text, Exit.CONFIG) from error
 
 
