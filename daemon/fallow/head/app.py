@@ -127,7 +127,7 @@ class Head:
     async def run(self) -> None:
         """Serve until `stop` or a fatal error. The caller holds the lease of the state folder."""
         loop = asyncio.get_running_loop()
-        before = loop.get_exception_handler()
+        former_handler = loop.get_exception_handler()
         loop.set_exception_handler(self._note_stray_error)
         try:
             async with contextlib.AsyncExitStack() as closing:
@@ -135,7 +135,7 @@ class Head:
                 await self._serve()
                 await self._save_statistics()
         finally:
-            loop.set_exception_handler(before)
+            loop.set_exception_handler(former_handler)
 
     async def _serve(self) -> None:
         sources: dict[str, Callable[[], Awaitable[None]]] = {
@@ -292,16 +292,16 @@ class Head:
         After an unexpected error the item is lost, and the turn is discarded for the item's run or for the runs that
         the item has changed.
         """
-        run, before = self._run_of(item), set(turn.dirty)
+        run, dirty_before = self._run_of(item), set(turn.dirty)
         try:
             return self._take(turn, item)
         except Exception as error:
             if isinstance(item, AgentMessage):
                 self._quarantine.add(item.peer, turn.at)
-            changed = {run} if run is not None else turn.dirty - before
-            for run_id in changed:
+            changed_runs = {run} if run is not None else turn.dirty - dirty_before
+            for run_id in changed_runs:
                 turn.fail(item.source, error, run_id)
-            if not changed:
+            if not changed_runs:
                 turn.fail(item.source, error)
             return _undone_error(item, error)
 

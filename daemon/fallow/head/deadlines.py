@@ -127,7 +127,7 @@ def _look_for_agents(turn: Turn, run: Run) -> None:
 
     Each job is logged once.
     """
-    before, run.without_agent = run.without_agent, {}
+    reported, run.without_agent = run.without_agent, {}
     for allocation in () if run.spec.local else run.live_allocations():
         nodes = [node for node in allocation.nodes if node not in allocation.agents]
         since_s = turn.now - (turn.now if allocation.start_at is None else allocation.start_at)
@@ -140,7 +140,7 @@ def _look_for_agents(turn: Turn, run: Run) -> None:
             f"check that {nodes[0] if len(nodes) == 1 else 'these nodes'} can reach {turn.registry.endpoint} ([head] "
             f"address, [head] port, firewall); its output: {turn.registry.output_of(run, allocation)}"
         )
-        if allocation.token not in before:
+        if allocation.token not in reported:
             turn.record(run, "network", text, job=allocation.job_id)
 
 

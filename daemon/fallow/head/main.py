@@ -172,21 +172,21 @@ def former_config(paths: Paths, address: str) -> Config:
 
 async def watch(head: Head, paths: Paths) -> None:
     """Stop the head when its agent has ended or another head asks for the state folder."""
-    loop, parted = asyncio.get_running_loop(), asyncio.Event()
+    loop, agent_ended = asyncio.get_running_loop(), asyncio.Event()
     # Slurm signals all processes of a step. The agent tells this process what to do.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, lambda: None)
-    loop.add_reader(0, parted.set)
+    loop.add_reader(0, agent_ended.set)
     with contextlib.suppress(OSError):
         paths.head_wanted.unlink(missing_ok=True)
-    while not parted.is_set():
+    while not agent_ended.is_set():
         if await asyncio.to_thread(os.path.exists, paths.head_wanted):
             log.info("head.gives_way", advice="another head was started for this state folder")
             head.stop()
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WANTED_EVERY_S):
-                await parted.wait()
+                await agent_ended.wait()
     loop.remove_reader(0)
     deadline = time.monotonic() + SETTLE_S
     # The agents leave one by one, and no event tells of the last.

@@ -63,10 +63,10 @@ class Operations:
         target_run = self._active_run(run)
         if not target_run.spec.local:
             raise FallowError(f"run {shown(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
-        unused = [a for a in target_run.live_allocations() if not a.reserved and not a.agents]
+        unused_allocations = [a for a in target_run.live_allocations() if not a.reserved and not a.agents]
         allocation = (
-            unused[0]
-            if unused
+            unused_allocations[0]
+            if unused_allocations
             else self._registry.new_allocation(target_run, AllocationKind.HARVEST, turn.now, sent_by=turn.now)
         )
         # Each allocation is one node.
@@ -94,10 +94,10 @@ class Operations:
     def grow(self, turn: Turn, run: Name, by: Code = 1) -> int:
         """Raise the limit by `by` nodes. Return the new limit."""
         target_run = self._active_run(run)
-        most = target_run.root.maximum
-        if by < 1 or (target_run.root.limit + by > most and target_run.root.limit >= most):
-            raise _refusal(target_run, f"has a limit of {target_run.root.limit} of at most {counted(most, 'node')}")
-        limit = min(most, target_run.root.limit + by)
+        maximum = target_run.root.maximum
+        if by < 1 or (target_run.root.limit + by > maximum and target_run.root.limit >= maximum):
+            raise _refusal(target_run, f"has a limit of {target_run.root.limit} of at most {counted(maximum, 'node')}")
+        limit = min(maximum, target_run.root.limit + by)
         turn.apply(target_run, ev.Release(at=turn.at, limit=limit, reason="grown by hand"))
         return limit
 
@@ -115,9 +115,9 @@ class Operations:
         """Release these members and lower the limit, so that no node replaces them."""
         target_run = self._active_run(run)
         numbers = {member_number(member): member for member in members}
-        unknown = [member for n, member in numbers.items() if not target_run.roster.alive(n)]
-        if unknown:
-            words = f"has no member {', '.join(unknown)}; `fallow status {target_run.id}` lists them"
+        unknown_members = [member for n, member in numbers.items() if not target_run.roster.alive(n)]
+        if unknown_members:
+            words = f"has no member {', '.join(unknown_members)}; `fallow status {target_run.id}` lists them"
             raise _refusal(target_run, words, Exit.NOINPUT)
         seated = [n for n in numbers if n in target_run.roster.members]
         limit = max(0, target_run.root.limit - len(seated)) if seated else None
@@ -165,16 +165,16 @@ class Operations:
         """Request nodes again after a pause by hand or by the head, and use drained nodes again."""
         target_run = self._active_run(run)
         record, backoff = target_run.record, self._harvest.knowledge.backoff
-        put_off = {what: backoff.put_off_until(what) for what in (base_job(target_run.id), harvest_jobs(target_run.id))}
-        waits = target_run.failures >= DUDS or max(put_off.values()) > turn.now
-        if not (record.paused or record.drained or waits):
+        put_off = {key: backoff.put_off_until(key) for key in (base_job(target_run.id), harvest_jobs(target_run.id))}
+        is_waiting = target_run.failures >= DUDS or max(put_off.values()) > turn.now
+        if not (record.paused or record.drained or is_waiting):
             raise _refusal(target_run, "is not paused and has no drained nodes; nothing to resume")
         record.paused_by_hand, record.harvest_paused, record.drained = False, "", []
         turn.apply(target_run, ev.Unbar(at=turn.at, hosts=(*record.fruitless.barred, *record.cancelled.barred)))
         record.refusals, record.fruitless, record.cancelled = {}, Duds(), Cancels()
         backoff.forget(target_run.asker)
-        for what in put_off:
-            backoff.take_up(what)
+        for key in put_off:
+            backoff.take_up(key)
         turn.record(target_run, "resume", "resumed by hand: nodes are requested again")
         # If this head is killed, the next head must not find a pause that the run's record does not have.
         self._harvest.note(turn)
@@ -201,8 +201,8 @@ class Operations:
         r = target_run.roster
         usable_steps = sorted({checkpoint.step for checkpoint in r.checkpoints.usable()})
         if step not in usable_steps:
-            usable = ", ".join(map(str, usable_steps)) or "none"
-            raise _refusal(target_run, f"has no usable checkpoint of step {step}; usable: {usable}", Exit.NOINPUT)
+            usable_text = ", ".join(map(str, usable_steps)) or "none"
+            raise _refusal(target_run, f"has no usable checkpoint of step {step}; usable: {usable_text}", Exit.NOINPUT)
         if r.finishing:
             raise _refusal(target_run, "has just ended its script; it is too late to go back")
         if r.present() and not r.present(MemberPhase.MEMBER):

@@ -51,10 +51,10 @@ class Pruning:
         if self.scan is not None:
             if not self.scan.done():
                 return
-            looked, self.scan = self.scan, None
+            finished_scan, self.scan = self.scan, None
             run = turn.registry.runs.get(self._run)
             if run is not None and _is_over(run):
-                self._prune(turn, run, looked.result(), dry_run=False)
+                self._prune(turn, run, finished_scan.result(), dry_run=False)
         if not self._outdated and turn.at >= self._next_look_at:
             self._next_look_at = turn.at + EVERY_S
             older_than_s = self._settings.older_than_days * DAY_S
@@ -86,16 +86,20 @@ class Pruning:
             FallowError: a named run has not ended, or still has jobs.
         """
         if runs:
-            named = {run.id: run for run in (self._find_ended_run(turn.registry, name, checkpoints) for name in runs)}
-            chosen = list(named.values())
+            named_runs = {
+                run.id: run for run in (self._find_ended_run(turn.registry, name, checkpoints) for name in runs)
+            }
+            chosen_runs = list(named_runs.values())
         else:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
-            chosen = [
+            chosen_runs = [
                 turn.registry.runs[name] for name in outdated(_end_times(turn.registry), turn.now, keep, older_than_s)
             ]
-        looks = [_prepare_scan(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen]
-        pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen, looks, strict=True)]
+        looks = [
+            _prepare_scan(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen_runs
+        ]
+        pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen_runs, looks, strict=True)]
         return [outcome for outcome in pruned if outcome is not None]
 
     @staticmethod

@@ -28,12 +28,12 @@ def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], Sam
             stored_report = read_struct(registry.paths.run(run.id).report, RunReport)
             return stored_report, lambda: stored_report.samples
     root, final, contract, history = run.root, run.root.final, run.root.contract, list(run.generations)
-    unknown = 0 if contract is None else contract.global_batch * run.roster.front
+    unknown_samples = 0 if contract is None else contract.global_batch * run.roster.front
     report = RunReport(
         run=run.id,
         status=root.status,
         steps=final.steps if final is not None else run.roster.front,
-        samples=SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown),
+        samples=SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown_samples),
         final_digest=None if final is None else final.digest,
         final_loss=None if final is None else final.loss,
         generations=history,
@@ -74,16 +74,16 @@ def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationRepor
     first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
     root = roster.root
     steps = root.final.steps if root.final is not None else roster.front
-    reached = None if root.final is not None else max((roster.nodes[n].step for n in roster.members), default=0)
-    incomplete = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
+    highest_step = None if root.final is not None else max((roster.nodes[n].step for n in roster.members), default=0)
+    first_unrecorded = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
     gaps = [
         Gap(first_step=first, last_step=_last_step(history, member_name(n)))
-        for n, first in incomplete.items()
+        for n, first in first_unrecorded.items()
         if first is not None
     ]
     per_step = 0 if root.contract is None else root.contract.global_batch
     records = _Records(folder, root.highest)
-    return lambda: audit(records, first_steps, steps, per_step, gaps, reached)
+    return lambda: audit(records, first_steps, steps, per_step, gaps, highest_step)
 
 
 @dataclass
@@ -110,5 +110,5 @@ class _Records:
 def _last_step(history: Sequence[GenerationReport], name: str) -> int:
     """Last step that a member can have recorded: the next generation without the member repeats the later steps."""
     last = max((g.generation for g in history if name in g.members), default=0)
-    after = (g.first_step for g in history if g.generation > last and g.first_step is not None)
-    return next(after, sys.maxsize) - 1
+    later_first_steps = (g.first_step for g in history if g.generation > last and g.first_step is not None)
+    return next(later_first_steps, sys.maxsize) - 1

@@ -94,8 +94,8 @@ def _only_barred(run: Run, at: float) -> str:
     if run.roster.present() or run.ended or not barred:
         return ""
     first = min(barred, key=lambda host: bars[host].until)
-    many = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"
-    return f"waits for nodes; {many}: {first} {_why_barred(run, first, at)}"
+    subject = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"
+    return f"waits for nodes; {subject}: {first} {_why_barred(run, first, at)}"
 
 
 def _speed_views(run: Run) -> list[SpeedView]:
@@ -199,9 +199,9 @@ def node_views(
 
 def _ending_nodes(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
     """Nodes of our jobs that are over for us and not for Slurm: they still count as ours."""
-    over = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
-    polled_jobs = Shown(cluster.jobs if over else [])
-    for holder in over:
+    ending = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
+    polled_jobs = Shown(cluster.jobs if ending else [])
+    for holder in ending:
         for job in polled_jobs.of(holder[1]):
             if job.state not in ENDED_STATES:
                 for node in job.nodes:

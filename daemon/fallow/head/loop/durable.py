@@ -166,10 +166,10 @@ class Durable:
             return []
         values = self._values_of(turn)
         writes = [Write(f"note/{key}", None, note) for key, note in turn.notes.items()]
-        for run_id, changed in values.items():
+        for run_id, changes in values.items():
             writes += self._originals.get(run_id, ())
             revision = turn.registry.runs[run_id].revision
-            for key, value in changed.items():
+            for key, value in changes.items():
                 writes.append(Write(f"run/{run_id}/{key}", revision if key == "root" else None, value))
         if turn.forgotten:
             writes.append(Write(f"note/{PRUNED}", None, records.encode(turn.registry.pruned)))
@@ -181,12 +181,12 @@ class Durable:
         except Fenced:
             text = f"another head has taken over {self._paths.state}; this one ends"
             raise FallowError(text, Exit.CANTCREAT) from None
-        for run_id, changed in values.items():
+        for run_id, changes in values.items():
             self._originals.pop(run_id, None)
             run = turn.registry.runs[run_id]
-            run.revision += "root" in changed
-            hashes = {key: hash(value) for key, value in changed.items() if value is not None}
-            run.stored = {key: stored_hash for key, stored_hash in run.stored.items() if key not in changed} | hashes
+            run.revision += "root" in changes
+            hashes = {key: hash(value) for key, value in changes.items() if value is not None}
+            run.stored = {key: digest for key, digest in run.stored.items() if key not in changes} | hashes
         for run in turn.forgotten:
             self._unreadable_keys.pop(run.id, None)
         lines = [EventRecord(seq=seq, **event._asdict()) for seq, event in zip(seqs, turn.records, strict=True)]

@@ -84,8 +84,8 @@ class Faults:
             kind = ("others", "", "")
         now = time.time()
         count, first_at = 1, now
-        if (before := self._kinds.get(kind)) is not None:
-            count, first_at = before.count + 1, before.first_at
+        if (former := self._kinds.get(kind)) is not None:
+            count, first_at = former.count + 1, former.first_at
         else:
             trace = "".join(traceback.format_exception(error, limit=-40))
             log.error("internal.error", source=source, run=run, error=words, traceback=trace)

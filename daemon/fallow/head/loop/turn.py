@@ -100,15 +100,15 @@ class Turn:
         effects: list[list[Any]] = [
             self.messages, self.records, self.submissions, self.cancels, self.ended, self.removals
         ]  # fmt: skip
-        before, lengths = set(self.dirty), [len(part) for part in effects]
+        dirty_before, lengths = set(self.dirty), [len(part) for part in effects]
         try:
             yield
         except Exception as error:
             for part, length in zip(effects, lengths, strict=True):
                 del part[length:]
-            for run_id in self.dirty - before:
+            for run_id in self.dirty - dirty_before:
                 self.fail(source, error, run_id)
-            if not self.dirty - before:
+            if not self.dirty - dirty_before:
                 self.fail(source, error)
 
     def discard(self, run: Run) -> None:
@@ -291,13 +291,13 @@ class Turn:
     @staticmethod
     def _elect(run: Run) -> Allocation | None:
         """Choose a living base allocation, else that of the main member. Prefer one that is not being released."""
-        living = [a for a in run.live_allocations() if a.hosts]
-        alive = [a for a in living if a.state is not AllocationState.RELEASING] or living
-        base = [a for a in alive if a.kind is AllocationKind.BASE]
+        present = [a for a in run.live_allocations() if a.hosts]
+        candidates = [a for a in present if a.state is not AllocationState.RELEASING] or present
+        base = [a for a in candidates if a.kind is AllocationKind.BASE]
         if base:
             return base[0]
-        main = [a for a in alive if (run.root.main or run.root.first) in a.members]
-        return next(iter(main or alive), None)
+        main = [a for a in candidates if (run.root.main or run.root.first) in a.members]
+        return next(iter(main or candidates), None)
 
 
 def end_reason(run: Run, allocation: Allocation) -> str:

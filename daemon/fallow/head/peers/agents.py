@@ -136,8 +136,8 @@ def _handle_hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello
 def _expect_workers(turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: float) -> None:
     """Handle the announcement, maybe repeated, of the start of workers that the head expects."""
     agent = allocation.agents[hello.host]
-    before, agent.boot = agent.node, hello.boot
-    expected = ev.Expected(
+    former_node, agent.boot = agent.node, hello.boot
+    event = ev.Expected(
         at=at,
         host=hello.host,
         token=allocation.token,
@@ -146,8 +146,8 @@ def _expect_workers(turn: Turn, run: Run, allocation: Allocation, hello: Hello, 
         entry=hello.entry,
         node=hello.node or (allocation.reserved if hello.boot == 1 else 0),
     )
-    turn.apply(run, expected)
-    is_known = agent.node == before and before in run.roster.nodes
+    turn.apply(run, event)
+    is_known = agent.node == former_node and former_node in run.roster.nodes
     if not is_known and allocation.state is AllocationState.RELEASING:
         # The node was to be given back before it came.
         turn.apply(run, ev.Release(at=at, nodes=(agent.node,), reason=allocation.reason))
@@ -173,8 +173,8 @@ def _admit_agent(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> 
         run.record.slots = hello.slots
     came(run.record.fruitless, hello.host)
     # Slurm may have requeued the job. Its former workers are on record, so new workers need a new boot number.
-    before = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
-    allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in before)]))
+    former_boots = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
+    allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in former_boots)]))
     if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
         allocation.state = AllocationState.RUNNING
         allocation.start_at = turn.now
@@ -242,7 +242,7 @@ def _handle_report(
 
 def _beat_reply(turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
     agent = allocation.agents[host]
-    usable = run.roster.checkpoints.usable()
+    usable_checkpoints = run.roster.checkpoints.usable()
     epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
     return News(
         term=turn.registry.term,
@@ -250,7 +250,7 @@ def _beat_reply(turn: Turn, run: Run, allocation: Allocation, host: str) -> News
         ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,
         joins=run.joins(agent.node),
         step=run.step,
-        epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
+        epoch=epochs[0] if epochs else (usable_checkpoints[0].epoch if usable_checkpoints else 0),
         reached=run.reached,
         checkpoint_in_s=checkpoints.due_in_s(run, turn.registry.config.checkpoint.interval_s, turn.now),
         checkpoints_asked=run.record.checkpoints_asked,
@@ -261,18 +261,18 @@ def _handle_warning(turn: Turn, run: Run, allocation: Allocation, number: int) -
     """Handle a signal with which Slurm warned the node."""
     if run.ended or not allocation.live:
         return
-    why = f"warned by Slurm with signal {number}: preempted or cancelled"
+    reason = f"warned by Slurm with signal {number}: preempted or cancelled"
     if allocation.end_at is not None and turn.now >= allocation.end_at:
         # Slurm checks time limits every 30 s, so a warning at the limit comes late, never early.
-        why = "walltime"
+        reason = "walltime"
     # The head's own scancel causes a warning, too.
-    if why != "walltime" and not allocation.warned and allocation.asked_at is None:
+    if reason != "walltime" and not allocation.warned and allocation.asked_at is None:
         is_base = allocation.kind is AllocationKind.BASE
         # Only Slurm knows whether the job was preempted or cancelled, so poll soon.
         turn.poll_soon = turn.poll_soon or allocation.harvested or is_base
         allocation.warned = True
         turn.dirty.add(run.id)
-    turn.release_allocation(run, allocation, why)
+    turn.release_allocation(run, allocation, reason)
 
 
 # -- end of workers and agents ------------------------------------------------------------------------------------
@@ -282,10 +282,10 @@ def _handle_end(turn: Turn, run: Run, allocation: Allocation, host: str, ended: 
     node = run.roster.nodes.get(ended.node)
     if node is None or (node.token, node.host, node.boot) != (allocation.token, host, ended.boot):
         return
-    how = f"killed by signal {ended.signal}" if ended.signal is not None else f"exited with {ended.code}"
+    end_text = f"killed by signal {ended.signal}" if ended.signal is not None else f"exited with {ended.code}"
     last = ended.tail.strip().splitlines()[-1:]
     if ended.code not in (0, None) and last:
-        how += f" ({last[0][:200]})"
+        end_text += f" ({last[0][:200]})"
     if node.phase is MemberPhase.GONE and "most recent call first" in ended.tail:
         # The worker was killed because it hung, and it printed its stack.
         name = member_name(node.id)
@@ -294,7 +294,7 @@ def _handle_end(turn: Turn, run: Run, allocation: Allocation, host: str, ended: 
     end = ev.NodeEnded(
         at=at,
         node=ended.node,
-        reason=how,
+        reason=end_text,
         host=host,
         boot=ended.boot,
         code=ended.code,
@@ -317,8 +317,8 @@ def _schedule_restart(turn: Turn, run: Run, allocation: Allocation, host: str, e
         return
     wait_s = min(LONGEST_S, 2.0 ** min(agent.restarts, 20)) if agent.restarts else 0.0
     agent.restarts, agent.again_at = agent.restarts + 1, turn.now + wait_s
-    when = f"in {wait_s:g} s" if wait_s else "now"
-    turn.record(run, "restart", f"the workers of {member_name(end.node)} on {host} are restarted {when}")
+    delay_text = f"in {wait_s:g} s" if wait_s else "now"
+    turn.record(run, "restart", f"the workers of {member_name(end.node)} on {host} are restarted {delay_text}")
 
 
 def request_due_restarts(turn: Turn, run: Run, allocation: Allocation) -> None:

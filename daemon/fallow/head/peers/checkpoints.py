@@ -59,11 +59,11 @@ def _look(folder: Path, known_paths: Collection[str]) -> Look:
     """Scan a folder for checkpoints whose paths are not known."""
     entries: Look = []
     try:
-        unknown = [path for path in complete_ones(folder) if str(path) not in known_paths]
+        new_paths = [path for path in complete_ones(folder) if str(path) not in known_paths]
     except OSError as error:
         log.warning("checkpoints.unseen", folder=str(folder), error=str(error))
         return entries
-    for path in unknown:
+    for path in new_paths:
         try:
             # Check bounds here: the store would accept a value out of bounds, and reading it back would fail.
             entries.append(msgspec.convert(msgspec.to_builtins(announcement(path, *read_manifest(path))), Checkpoint))

@@ -59,8 +59,8 @@ def _is_steady(run: Run, report: Report) -> bool:
     """The member computes in the committed generation, and no change is under way."""
     root = run.root
     computes = report.generation == root.generation > report.given_up
-    calm = run.machine.ballot is None and not run.roster.finishing
-    return root.status is RunStatus.TRAINING and computes and calm
+    is_calm = run.machine.ballot is None and not run.roster.finishing
+    return root.status is RunStatus.TRAINING and computes and is_calm
 
 
 def _is_one_machine(run: Run) -> bool:
@@ -95,8 +95,8 @@ def _look_at_links(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None
     if finding is None:
         run.slow_link = ""
         return
-    text, goes = _words(run, finding), _may_release(run, finding.node)
-    if goes:
+    text, is_released = _words(run, finding), _may_release(run, finding.node)
+    if is_released:
         run.slow_link = ""
         turn.apply(run, ev.Bar(at=turn.at, host=finding.node, reason=text))
     else:

@@ -93,10 +93,10 @@ def address_towards(controllers: Sequence[str]) -> str | None:
 
     Next come the address of the host's own name (127.0.1.1 on Debian), the default route, and any interface.
     """
-    named = own_address()
+    own_name_address = own_address()
     candidates = [
         *(address for host in controllers for address in _towards(host)),
-        *([named] if named else []),
+        *([own_name_address] if own_name_address else []),
         *_towards(DEFAULT_ROUTE),
         *(one.address for one in interfaces()),
     ]

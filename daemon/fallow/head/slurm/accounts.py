@@ -35,8 +35,8 @@ run's sums keep their usage."""
 def note(turn: Turn) -> None:
     """Note the present members of every run that the turn changed."""
     runs = [turn.registry.runs[run_id] for run_id in turn.dirty]
-    changed = [run for run in runs if not run.spec.local]
-    turn.for_each(changed, "accounts", lambda run: _note_run(run, turn.now))
+    changed_runs = [run for run in runs if not run.spec.local]
+    turn.for_each(changed_runs, "accounts", lambda run: _note_run(run, turn.now))
 
 
 def _note_run(run: Run, now: float) -> None:
@@ -79,7 +79,7 @@ def settle(turn: Turn, at: float) -> None:
 
 def _settle_run(turn: Turn, run: Run, at: float) -> None:
     record, may_retire = run.record, run.ended
-    alive = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
+    roster_tokens = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
     for token, allocation in list(run.allocations.items()):
         is_lost = allocation.state is AllocationState.LOST and not allocation.spans
         is_old = at - _ended_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
@@ -95,7 +95,7 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
             allocation.counted
             and is_old
             and (allocation.kind is AllocationKind.HARVEST or is_refused)
-            and token not in alive
+            and token not in roster_tokens
         ):
             record.spent_node_s += budget.booked(allocation, at)
             del run.allocations[token]

@@ -92,12 +92,12 @@ class SlurmCalls:
 
     async def look_for_stop_file(self) -> None:
         """Check for the stop file, and tell the loop about a change."""
-        path, before = self._registry.config.site.stop_file, self._is_stopped
+        path, was_stopped = self._registry.config.site.stop_file, self._is_stopped
         if path is not None:
-            self._is_stopped = await asyncio.to_thread(exists, path, before)
-            why = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
-            if self._is_stopped != before:
-                self._inbox.put_nowait(Work("stop file", partial(self._harvest.set_stop_reason, why=why)))
+            self._is_stopped = await asyncio.to_thread(exists, path, was_stopped)
+            reason = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
+            if self._is_stopped != was_stopped:
+                self._inbox.put_nowait(Work("stop file", partial(self._harvest.set_stop_reason, why=reason)))
 
     async def _watch_stop_file(self) -> None:
         while True:
@@ -207,8 +207,8 @@ class SlurmCalls:
             if isinstance(outcome, SubmitUnknown):
                 # A slurmctld that hangs may still carry out the submission later.
                 self._answers.clear()
-            answered = partial(self.submitted, run_id=run_id, token=token, outcome=outcome)
-            self._inbox.put_nowait(Work("submitted", answered, run_id))
+            act = partial(self.submitted, run_id=run_id, token=token, outcome=outcome)
+            self._inbox.put_nowait(Work("submitted", act, run_id))
 
     async def _next_due(self) -> tuple[str, str]:
         """Return the oldest submission that is still wanted, once Slurm answers.

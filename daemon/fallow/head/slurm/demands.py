@@ -75,8 +75,8 @@ def _missing_nodes(run: Run) -> int:
     ]
     replaced = {a.replaces for a in live}
     # While the successor of a node starts, both count as one node.
-    staying = [a for a in live if a.token not in replaced]
-    return useful - sum(_nodes(a) for a in staying)
+    remaining_allocations = [a for a in live if a.token not in replaced]
+    return useful - sum(_nodes(a) for a in remaining_allocations)
 
 
 def _will_be_resubmitted(run: Run, allocation: Allocation) -> bool:
@@ -184,14 +184,14 @@ def _notes(spec: RunSpec, rules: HarvestRules, usable_partitions: Sequence[str],
     notes: list[str] = []
     if spec.max_nodes == spec.min_nodes:
         return notes
-    unknown = sorted(set(spec.harvest_partitions) - {p.partition for p in cluster.partitions})
-    if unknown:
-        notes.append(f"there is no partition {', '.join(unknown)}")
-    named = set(spec.harvest_partitions or rules.partitions)
-    if not usable_partitions or (named and not named & set(usable_partitions)):
-        where = f"partition {', '.join(sorted(named))}" if named else "any partition"
+    unknown_partitions = sorted(set(spec.harvest_partitions) - {p.partition for p in cluster.partitions})
+    if unknown_partitions:
+        notes.append(f"there is no partition {', '.join(unknown_partitions)}")
+    named_partitions = set(spec.harvest_partitions or rules.partitions)
+    if not usable_partitions or (named_partitions and not named_partitions & set(usable_partitions)):
+        where_text = f"partition {', '.join(sorted(named_partitions))}" if named_partitions else "any partition"
         notes.append(
-            f"nothing may be harvested in {where}: it is down, not open to your groups, or nobody would preempt "
+            f"nothing may be harvested in {where_text}: it is down, not open to your groups, or nobody would preempt "
             "harvest jobs there and [harvest] allow_without_preemption is off"
         )
     return notes
@@ -214,8 +214,8 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
     if hours is None or remaining_node_s is None or run.ended:
         return
     allocations = list(run.allocations.values())
-    waiting = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
-    for allocation in sorted(waiting, key=lambda a: -a.requested_at):
+    waiting_jobs = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
+    for allocation in sorted(waiting_jobs, key=lambda a: -a.requested_at):
         if remaining_node_s >= 0:
             break
         remaining_node_s += budget.booked(allocation, at)
@@ -223,8 +223,8 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
             turn.cancel(run, allocation, f"the budget of {hours:g} node-hours does not allow for it")
     end = budget.exhausted_at(hours * 3600.0, run.record.spent_node_s, allocations, at)
     for allocation in allocations:
-        running = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
-        if end is not None and running and (allocation.end_at is None or end < allocation.end_at):
+        is_charged = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
+        if end is not None and is_charged and (allocation.end_at is None or end < allocation.end_at):
             allocation.end_at, allocation.ends_because = end, f"the budget of {hours:g} node-hours is used up"
             turn.dirty.add(run.id)
 

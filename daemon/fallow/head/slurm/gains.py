@@ -43,8 +43,8 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]
     gains_by_run: dict[str, Gain] = {}
     for run in live:
         # Until a run has a contract, assume that of the newest run of its script.
-        like = newest.get(run.spec.script, run) if run.root.contract is None else run
-        gains_by_run[run.id] = _gain(run, _teachers(run, alike.get(_model(like), [])), weights[run.id], at, start_s)
+        model = newest.get(run.spec.script, run) if run.root.contract is None else run
+        gains_by_run[run.id] = _gain(run, _teachers(run, alike.get(_model(model), [])), weights[run.id], at, start_s)
     return gains_by_run
 
 
@@ -79,20 +79,20 @@ def _gain(run: Run, teachers: Sequence[Run], weight: float, at: float, start_s: 
     shards = next(filter(None, shard_counts), spec.max_nodes * slots)
     restarts = contract is not None and contract.restarts
     curve = pooled(run.record.curve, [other.record.curve for other in teachers], at)
-    fast = tuple(speeds(curve, shards, slots, spec.max_nodes))
+    node_speeds = tuple(speeds(curve, shards, slots, spec.max_nodes))
     current_schedule = _schedule(run, curve, at)
     worth = values(
-        fast,
+        node_speeds,
         spec.max_nodes,
         weight,
         least=1 if run.root.generation > 0 else spec.min_nodes,
         urgency=1.0 if current_schedule is None else current_schedule.urgency,
-        urgent_nodes=0 if current_schedule is None else current_schedule.nodes(fast),
+        urgent_nodes=0 if current_schedule is None else current_schedule.nodes(node_speeds),
     )
-    running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.harvested]
-    base = sum(len(a.nodes) or a.nodes_wanted for a in running)
+    base_jobs = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.harvested]
+    base = sum(len(a.nodes) or a.nodes_wanted for a in base_jobs)
     pause_s = run.longest_pause_s() or (RESTART_S if restarts else PAUSE_S)
-    return Gain(Worth(worth, base, spec.min_nodes, start_s, pause_s), fast, curve, current_schedule)
+    return Gain(Worth(worth, base, spec.min_nodes, start_s, pause_s), node_speeds, curve, current_schedule)
 
 
 def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:

@@ -136,10 +136,10 @@ class Harvest:
 
     def set_stop_reason(self, turn: Turn, why: str) -> None:
         """Stop harvesting and give everything back, for the reason `why`; empty: go on with the next poll."""
-        before, self.stopped = self.stopped, why
+        former_reason, self.stopped = self.stopped, why
         if why:
             turn.record(None, "stop", f"nothing is harvested: {why}")
-        elif before:
+        elif former_reason:
             turn.record(None, "stop", "nodes are harvested again: the stop file is gone")
         turn.for_each(turn.registry.on_slurm if why else (), "stop", lambda run: give_all_back(turn, run, why))
 
@@ -189,21 +189,21 @@ class Harvest:
 
         turn.for_each(runs.values(), "pause", look)
         # Wait until Slurm tells whether the base job was preempted, or cancelled by its owner.
-        unsure = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
-        put_off.update(unsure)
+        undecided_runs = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
+        put_off.update(undecided_runs)
         # Base jobs come first: their nodes need not be harvested.
         asking_runs = [run for run in runs.values() if run.id not in put_off]
         turn.for_each(asking_runs, "base job", lambda run: renew_base(turn, run, cluster.at, knowledge.backoff))
         known_nodes = {node.node: node for node in cluster.nodes}
         start_s = knowledge.experience.wait_s(cluster.at) + knowledge.experience.start_s(cluster.at)
-        gained = gains(turn.registry.runs.values(), cluster.at, start_s)
+        gains_by_run = gains(turn.registry.runs.values(), cluster.at, start_s)
         demands = list[Demand]()
 
         def want(run: Run) -> None:
             run_demand = demand(run, known_nodes, cluster.at, asks=run.id not in put_off)
-            demands.append(replace(_limit_after_failures(run, run_demand), worth=gained[run.id].worth))
+            demands.append(replace(_limit_after_failures(run, run_demand), worth=gains_by_run[run.id].worth))
 
-        turn.for_each([runs[name] for name in gained], "demand", want)
+        turn.for_each([runs[name] for name in gains_by_run], "demand", want)
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, live, cluster, demands, partitions)
         live = [a for a in live if a.live]
@@ -221,10 +221,10 @@ class Harvest:
         self.unused = dict(result.unused)
 
         def update_pace(run: Run) -> None:
-            run.gain, run.target = gained.get(run.id), result.targets.get(run.id)
+            run.gain, run.target = gains_by_run.get(run.id), result.targets.get(run.id)
             if run.id not in put_off and not self.stopped:
-                most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
-                keep_pace(turn, run, cluster, budget_left_node_s(run, cluster.at), most, knowledge.backoff, rules)
+                limit = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
+                keep_pace(turn, run, cluster, budget_left_node_s(run, cluster.at), limit, knowledge.backoff, rules)
 
         turn.for_each(runs.values(), "pace", update_pace)
 
@@ -245,49 +245,49 @@ class Harvest:
         askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in partitions} - {""}
         whole_node_runs = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
-        waits = yielded(cluster, live, askers, self.owner)
+        limit_waits = yielded(cluster, live, askers, self.owner)
         reserve = self._reserve.room(self.owner, cluster, live, demands, askers, whole_node_runs, qos)
         for run in runs.values():
-            before, run.limited_by = run.limited_by, waits.because.get(run.id, "")
-            if run.limited_by not in ("", before):
+            former_limit, run.limited_by = run.limited_by, limit_waits.because.get(run.id, "")
+            if run.limited_by not in ("", former_limit):
                 turn.record(run, "limit", f"no nodes are requested: {run.limited_by}")
         for allocation in live:
-            if allocation.token in waits.withdraw:
-                _withdraw(turn, runs[allocation.run], allocation, waits.withdraw[allocation.token])
+            if allocation.token in limit_waits.withdraw:
+                _withdraw(turn, runs[allocation.run], allocation, limit_waits.withdraw[allocation.token])
         external = self._external
         returning = {request.token for request in external.give_backs}
-        more = {
+        more_give_backs = {
             request.token: request
-            for request in (*reserve.give_back, *waits.give_back)
+            for request in (*reserve.give_back, *limit_waits.give_back)
             if request.token not in returning
         }
-        give_backs = (*external.give_backs, *more.values())
-        return capped(demands, (waits, reserve)), replace(external, give_backs=give_backs)
+        give_backs = (*external.give_backs, *more_give_backs.values())
+        return capped(demands, (limit_waits, reserve)), replace(external, give_backs=give_backs)
 
     def _is_put_off(self, turn: Turn, run: Run) -> bool:
         """True if it is too early to request nodes, because the last jobs failed."""
         duds, failures = run.record.fruitless, run.failures
-        backoff, what = self.knowledge.backoff, harvest_jobs(run.id)
-        before, run.failures_seen = run.failures_seen, failures
-        if before is None:
-            before = failures if duds.rounds else 0
-        is_worse = failures > max(before, DUDS - 1) and not run.record.paused
+        backoff, job_key = self.knowledge.backoff, harvest_jobs(run.id)
+        former_failures, run.failures_seen = run.failures_seen, failures
+        if former_failures is None:
+            former_failures = failures if duds.rounds else 0
+        is_worse = failures > max(former_failures, DUDS - 1) and not run.record.paused
         if not failures:
-            backoff.take_up(what)
+            backoff.take_up(job_key)
             duds.rounds = 0
-        elif is_worse and turn.now >= backoff.put_off_until(what):
+        elif is_worse and turn.now >= backoff.put_off_until(job_key):
             duds.rounds += 1
             turn.dirty.add(run.id)
-            why = f"{failures} jobs in a row failed to start training"
+            reason = f"{failures} jobs in a row failed to start training"
             if duds.rounds > ROUNDS:
-                why += f", with growing pauses between them; to try again: fallow resume {run.id}"
-                turn.pause_requests(run, f"{why}; the last: {duds.last or run.root.message}")
+                reason += f", with growing pauses between them; to try again: fallow resume {run.id}"
+                turn.pause_requests(run, f"{reason}; the last: {duds.last or run.root.message}")
             else:
-                backoff.put_off(what, turn.now)
+                backoff.put_off(job_key, turn.now)
                 self.note(turn)
-                wait_s = backoff.put_off_until(what) - turn.now
-                turn.record(run, "pause", f"{why}; the next one is tried in {wait_s:.0f} s")
-        return turn.now < backoff.put_off_until(what)
+                wait_s = backoff.put_off_until(job_key) - turn.now
+                turn.record(run, "pause", f"{reason}; the next one is tried in {wait_s:.0f} s")
+        return turn.now < backoff.put_off_until(job_key)
 
     # -- submissions and their outcomes ---------------------------------------------------------------------------
 
@@ -332,10 +332,10 @@ class Harvest:
             place = allocation.partition if allocation.kind is AllocationKind.HARVEST else ""
             refusals[place] = refusals.get(place, 0) + 1
         turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
-        usable: list[PartitionInfo] = []
+        usable_partitions: list[PartitionInfo] = []
         if self.cluster is not None:
-            usable = _usable(run, harvestable(self.cluster, self.rules(self.cluster.at, self._site)))
-        if _is_refused_everywhere(refusals, {p.partition for p in usable}) and not run.record.harvest_paused:
+            usable_partitions = _usable(run, harvestable(self.cluster, self.rules(self.cluster.at, self._site)))
+        if _is_refused_everywhere(refusals, {p.partition for p in usable_partitions}) and not run.record.harvest_paused:
             turn.pause_requests(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
 
     def note_unknown_outcome(self, turn: Turn, run: Run, token: str, reason: str) -> None:
@@ -367,18 +367,20 @@ class Harvest:
         rules = self.rules(self.cluster.at, self._site)
         partitions = harvestable(self.cluster, rules)
         if not partitions:
-            why = [f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused_partitions.items()]
+            reasons = [
+                f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused_partitions.items()
+            ]
             none = "no partition lets others' jobs preempt ours; see allow_without_preemption under [harvest]"
-            return "; ".join(why) or none
-        usable = _usable(run, partitions)
-        if not usable:
+            return "; ".join(reasons) or none
+        usable_partitions = _usable(run, partitions)
+        if not usable_partitions:
             return f"the run may use none of the harvested partitions: {', '.join(p.partition for p in partitions)}"
         return Allocation(
             token=TRIAL,
             run=run.id,
             kind=AllocationKind.HARVEST,
             public_key="",
-            partition=usable[0].partition,
+            partition=usable_partitions[0].partition,
             minutes=max(rules.min_minutes, run.spec.min_harvest_minutes),
         )
 
@@ -424,8 +426,8 @@ def _limit_after_failures(run: Run, run_demand: Demand) -> Demand:
     if run.failures < DUDS:
         return run_demand
     on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
-    most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
-    return replace(run_demand, nodes=min(run_demand.nodes, most), renew=False)
+    max_nodes = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
+    return replace(run_demand, nodes=min(run_demand.nodes, max_nodes), renew=False)
 
 
 def _submit(turn: Turn, ask: Ask, run: Run) -> None:
@@ -457,8 +459,8 @@ def _withdraw(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
 def _usable(run: Run, harvestable: Collection[PartitionInfo]) -> list[PartitionInfo]:
     """Partitions that the run wants to harvest and that its account and QOS may use."""
     partitions_wanted = run.spec.harvest_partitions
-    named = [p for p in harvestable if not partitions_wanted or p.partition in partitions_wanted]
-    return [p for p in named if may_use(p, *astuple(run.asker))]
+    candidates = [p for p in harvestable if not partitions_wanted or p.partition in partitions_wanted]
+    return [p for p in candidates if may_use(p, *astuple(run.asker))]
 
 
 def _is_refused_everywhere(refusals: Mapping[str, int], usable: set[str]) -> bool:

@@ -60,7 +60,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
     """
     jobs = Shown(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
-    closed = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
+    closed_nodes = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
 
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
@@ -76,7 +76,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
                 turn.dirty.add(run.id)
                 if allocation.settled:
                     turn.registry.close(run, allocation)
-                    if cancelled.by_others(allocation, own_jobs, closed):
+                    if cancelled.by_others(allocation, own_jobs, closed_nodes):
                         _handle_cancellation(turn, run, allocation, backoff)
 
     turn.for_each(turn.registry.on_slurm, "jobs of a poll", observe_run)
@@ -98,15 +98,15 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
 def _update_allocation(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
     """Update one allocation. Args: jobs: its jobs in the poll; at: Unix time of the poll."""
     unseen, was_shown = allocation.job_id is None, allocation.unseen_at is None
-    changed = observe(allocation, jobs, at, horizon_s(turn.registry.config.slurm.poll_interval_s))
+    change = observe(allocation, jobs, at, horizon_s(turn.registry.config.slurm.poll_interval_s))
     if allocation.unseen_at is None:
         run.shown_at[allocation.token] = at
     _give_up_forgotten(turn, run, allocation, at)
     if was_shown is not (allocation.unseen_at is None):
         turn.dirty.add(run.id)
-    if changed is not None:
+    if change is not None:
         job = f" (job {allocation.job_id})" if allocation.job_id else ""
-        turn.record(run, "job", f"{allocation.token}{job}: {changed}")
+        turn.record(run, "job", f"{allocation.token}{job}: {change}")
     grace_end = preempted_until(jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
@@ -182,15 +182,17 @@ def _end_processes(turn: Turn, run: Run, allocation: Allocation) -> None:
 
 def _note_launch_failure(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Handle a job that ended before an agent came: the script failed, or its node cannot reach the head."""
-    how = f"job {allocation.job_id} ended ({allocation.reason})"
-    text = f"{how} before its agent reached the head; see {turn.registry.output_of(run, allocation)}"
+    end_text = f"job {allocation.job_id} ended ({allocation.reason})"
+    text = f"{end_text} before its agent reached the head; see {turn.registry.output_of(run, allocation)}"
     turn.record(run, "failed", text)
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
     text_on_node = f"{text} (on {node}, in {allocation.partition})" if node else text
-    suspect = node in run.roster.failures.bars
-    unfit = duds.ended(run.record.fruitless, node, text_on_node, trains=bool(run.roster.present()), suspect=suspect)
-    if unfit and node not in run.barred:
-        turn.apply(run, ev.Bar(at=turn.at, host=node, reason=unfit))
+    is_suspect = node in run.roster.failures.bars
+    bar_reason = duds.ended(
+        run.record.fruitless, node, text_on_node, trains=bool(run.roster.present()), suspect=is_suspect
+    )
+    if bar_reason and node not in run.barred:
+        turn.apply(run, ev.Bar(at=turn.at, host=node, reason=bar_reason))
     if allocation.kind is AllocationKind.BASE and is_new(run):
         turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
 
@@ -212,10 +214,10 @@ def _handle_cancellation(turn: Turn, run: Run, allocation: Allocation, backoff: 
     if allocation.kind is AllocationKind.BASE:
         _handle_base_cancellation(turn, run, allocation)
         return
-    started = allocation.start_at is not None or bool(allocation.spans)
-    node = allocation.nodes[0] if started and allocation.nodes else ""
-    what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
-    text = f"somebody cancelled {what}"
+    has_started = allocation.start_at is not None or bool(allocation.spans)
+    node = allocation.nodes[0] if has_started and allocation.nodes else ""
+    job_text = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
+    text = f"somebody cancelled {job_text}"
     turn.record(run, "cancelled", text, job=allocation.job_id, node=node)
     if node:
         # No run requests this node for a while, and for longer each time.
@@ -224,11 +226,11 @@ def _handle_cancellation(turn: Turn, run: Run, allocation: Allocation, backoff: 
                 turn.apply(other, ev.Bar(at=turn.at, host=node, reason=text))
     else:
         backoff.strike(text, run.asker_of(allocation), allocation.partition, None, turn.now)
-    enough = cancelled.note(run.record.cancelled, turn.now, node)
-    if enough and not run.record.harvest_paused and not run.ended:
+    is_enough = cancelled.note(run.record.cancelled, turn.now, node)
+    if is_enough and not run.record.harvest_paused and not run.ended:
         turn.pause_requests(
             run,
-            f"{cancelled.CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
+            f"{cancelled.CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {job_text}; "
             f"if it may go on: fallow resume {run.id}",
         )
         for request in run.live_allocations():
@@ -242,11 +244,11 @@ def _handle_base_cancellation(turn: Turn, run: Run, allocation: Allocation) -> N
     turn.dirty.add(run.id)
     if run.ended:
         return
-    what = f"job {allocation.job_id}, its base job, was cancelled"
+    text = f"job {allocation.job_id}, its base job, was cancelled"
     if run.spec.outlives_base:
-        turn.record(run, "cancelled", f"{what}; the run outlives it", job=allocation.job_id)
+        turn.record(run, "cancelled", f"{text}; the run outlives it", job=allocation.job_id)
     else:
-        turn.apply(run, ev.Cancel(at=turn.at, reason=what))
+        turn.apply(run, ev.Cancel(at=turn.at, reason=text))
 
 
 # -- orphans ------------------------------------------------------------------------------------------------------
@@ -269,8 +271,8 @@ def sweep(turn: Turn, cluster: ClusterState, urgent_tokens: Collection[str] = ()
         for allocation in run.allocations.values():
             if allocation.live or _ends_by_itself(turn, allocation, allocation.token in urgent_tokens):
                 continue
-            alive = (job for job in polled_jobs.of(allocation) if _is_orphan(job, cluster.at))
-            for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):
+            orphans = (job for job in polled_jobs.of(allocation) if _is_orphan(job, cluster.at))
+            for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in orphans):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
                 turn.cancels.append((run.id, allocation.token, job_id))
                 # `cancelled.by_others` asks later whether the head has cancelled the job.

@@ -60,27 +60,29 @@ class Neighbours:
         Returns:
             Others' demand for our nodes.
         """
-        every = [a for run in turn.registry.on_slurm for a in run.allocations.values()]
-        live, lost_state = [a for a in every if a.live], AllocationState.LOST
+        allocations = [a for run in turn.registry.on_slurm for a in run.allocations.values()]
+        live, lost_state = [a for a in allocations if a.live], AllocationState.LOST
         # The rest of a user's batch script may run on in a base job. Of lost base jobs, those that the head submitted
         # are cancelled when they appear (`jobs.sweep`).
-        own = (a for a in every if a.kind is AllocationKind.HARVEST or (a.state is lost_state and a.renewed))
-        over = [a for a in own if not a.live]
+        head_jobs = (
+            a for a in allocations if a.kind is AllocationKind.HARVEST or (a.state is lost_state and a.renewed)
+        )
+        ended_jobs = [a for a in head_jobs if not a.live]
         if cluster.at >= self._taken_at:
             self._alert = max(0, self._alert - 1)
         nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
         self._unpreempted = {name: some for name, some in nodes.items() if some}
         self._ask_permission(turn, cluster, site)
-        rules, former = site_rules(site or UNKNOWN), [a.token for a in over]
-        demand = assess(cluster, live, former=former, passed_over=self._memory.passed_over, site=rules)
+        rules, former_tokens = site_rules(site or UNKNOWN), [a.token for a in ended_jobs]
+        demand = assess(cluster, live, former=former_tokens, passed_over=self._memory.passed_over, site=rules)
         self._memory = remember(self._memory, cluster.at, demand, rules.looks_again_s)
         tokens = frozenset[str]().union(*demand.delayed_jobs.values())
-        self._has_waiting_job = any(a.token in tokens and self._is_ours_to_give(a) for a in over)
-        waited = self.delays.note(cluster, demand.delayed_jobs)
-        for job in waited:
+        self._has_waiting_job = any(a.token in tokens and self._is_ours_to_give(a) for a in ended_jobs)
+        waits = self.delays.note(cluster, demand.delayed_jobs)
+        for job in waits:
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for our nodes"
             turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
-        if waited or demand.delayed_jobs:
+        if waits or demand.delayed_jobs:
             turn.notes[DELAYS] = records.encode(self.delays)
         return demand
 
@@ -115,20 +117,22 @@ class Neighbours:
 
     def _ask_permission(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Decide which partitions may be harvested with which `--nice`, and log changes."""
-        harvest, permissions, before = self._config.harvest, self._config.site, self.refused_partitions
+        harvest, permissions, former_reasons = self._config.harvest, self._config.site, self.refused_partitions
         # The check is not needed if the site allows harvesting where others' jobs cannot be seen.
         unseen = not permissions.harvest_unseen and self._visibility.look(cluster, site)
         reasons = refusals(cluster, site, unseen=unseen, allow_unfair=permissions.harvest_unfair)
         if not harvest.allow_without_preemption:
             # Other partitions are not harvested anyway, so they need no message.
-            small = {p.partition for p in cluster.partitions if p.preempts and too_small_for(p)}
-            reasons = {name: why for name, why in reasons.items() if name in small}
-        named = harvest.partitions
-        self.refused_partitions = {name: why for name, why in reasons.items() if not named or name in named}
-        for name in sorted(before.keys() | self.refused_partitions.keys()):
-            if before.get(name) != self.refused_partitions.get(name):
-                why = self.refused_partitions.get(name)
-                text = f"is not harvested: {why}" if why else "may be harvested again"
+            small_partitions = {p.partition for p in cluster.partitions if p.preempts and too_small_for(p)}
+            reasons = {name: reason for name, reason in reasons.items() if name in small_partitions}
+        partitions = harvest.partitions
+        self.refused_partitions = {
+            name: reason for name, reason in reasons.items() if not partitions or name in partitions
+        }
+        for name in sorted(former_reasons.keys() | self.refused_partitions.keys()):
+            if former_reasons.get(name) != self.refused_partitions.get(name):
+                reason = self.refused_partitions.get(name)
+                text = f"is not harvested: {reason}" if reason else "may be harvested again"
                 turn.record(None, "courtesy", f"partition {name} {text}")
         nice, self.nice = self.nice, nice_for(site, harvest.nice)
         if nice != self.nice:

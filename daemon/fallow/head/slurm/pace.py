@@ -47,25 +47,25 @@ def keep_pace(
         return
     speeds = run.gain.speeds
     live = [a for a in run.live_allocations() if a.asked_at is None]
-    running = [a for a in live if a.state is AllocationState.RUNNING]
-    waiting = [a for a in live if a.state is not AllocationState.RUNNING and a.hurried]
-    coming = [a for a in live if a.state is not AllocationState.RUNNING and a.kind is AllocationKind.BASE]
-    training = sum(max(1, len(a.nodes)) for a in running)
-    nodes_held = training + sum(a.nodes_wanted for a in [*waiting, *coming])
-    requests = [a for a in live if a not in running and a not in waiting and a not in coming]
+    running_jobs = [a for a in live if a.state is AllocationState.RUNNING]
+    waiting_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.hurried]
+    base_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.kind is AllocationKind.BASE]
+    training_nodes = sum(max(1, len(a.nodes)) for a in running_jobs)
+    nodes_held = training_nodes + sum(a.nodes_wanted for a in [*waiting_jobs, *base_jobs])
+    requests = [a for a in live if a not in running_jobs and a not in waiting_jobs and a not in base_jobs]
     # The operator may have shrunk the run.
-    most = min(run.spec.max_nodes, run.useful_members)
-    for allocation in sorted(waiting, key=lambda a: -a.requested_at)[: max(0, nodes_held - most)]:
+    max_nodes = min(run.spec.max_nodes, run.useful_members)
+    for allocation in sorted(waiting_jobs, key=lambda a: -a.requested_at)[: max(0, nodes_held - max_nodes)]:
         turn.release_allocation(run, allocation, "the run may have no more nodes")
-    missing = extra_nodes(schedule, speeds, nodes_held, most - len(requests))
-    if missing and not run.record.paused:
-        for _ in range(min(missing, max_pending - len(waiting))):
+    nodes_missing = extra_nodes(schedule, speeds, nodes_held, max_nodes - len(requests))
+    if nodes_missing and not run.record.paused:
+        for _ in range(min(nodes_missing, max_pending - len(waiting_jobs))):
             minutes = _request_node(turn, run, cluster, schedule, budget_node_s, backoff, rules)
             if not minutes:
                 break
             budget_node_s = None if budget_node_s is None else budget_node_s - 60.0 * minutes
     elif schedule.comfortable:
-        _give_back(turn, run, schedule, training)
+        _give_back(turn, run, schedule, training_nodes)
 
 
 def _request_node(
@@ -96,10 +96,12 @@ def _request_node(
         return 0
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
         return 0
-    every = (a for each in turn.registry.on_slurm for a in each.live_allocations())
-    nodes_by_partition = Counter(a.partition for a in every if a.kind is AllocationKind.HARVEST)
-    most = inf if rules.max_nodes is None else rules.max_nodes
-    if nodes_by_partition.total() >= most or nodes_by_partition[partition] >= rules.partition_nodes.get(partition, inf):
+    allocations = (a for each in turn.registry.on_slurm for a in each.live_allocations())
+    nodes_by_partition = Counter(a.partition for a in allocations if a.kind is AllocationKind.HARVEST)
+    max_nodes = inf if rules.max_nodes is None else rules.max_nodes
+    if nodes_by_partition.total() >= max_nodes or nodes_by_partition[partition] >= rules.partition_nodes.get(
+        partition, inf
+    ):
         return 0
     allocation = turn.new_allocation(run, AllocationKind.HARVEST, partition=partition, minutes=minutes, hurried=True)
     if allocation is None:
@@ -115,14 +117,14 @@ def _partition(run: Run, cluster: ClusterState) -> str:
     """Partition of the user's own job; empty: not known."""
     options = [word.partition("=")[2] for word in run.spec.sbatch_options if word.startswith("--partition=")]
     base_partitions = [a.partition for a in run.bases if a.partition]
-    usual = [p.partition for p in cluster.partitions if p.default]
-    return next(iter([*base_partitions[-1:], *options[-1:], *usual]), "").split(",")[0]
+    default_partitions = [p.partition for p in cluster.partitions if p.default]
+    return next(iter([*base_partitions[-1:], *options[-1:], *default_partitions]), "").split(",")[0]
 
 
 def _give_back(turn: Turn, run: Run, schedule: Schedule, training: int) -> None:
     assert run.gain is not None
-    extra = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
-    for allocation in sorted(extra, key=lambda a: -a.requested_at):
+    extra_jobs = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
+    for allocation in sorted(extra_jobs, key=lambda a: -a.requested_at):
         if allocation.state is AllocationState.RUNNING:
             if not dispensable(schedule, run.gain.speeds, training, 1):
                 break

@@ -228,16 +228,16 @@ class Lease:
             FallowError: another head has taken over, or the folder was out of reach for too long.
         """
         problem = f"{self._paths.state}: cannot be written to"
-        waited = 0.0  # sum of its sleeps: the time in which the process was stopped does not count
+        waited_s = 0.0  # sum of its sleeps: the time in which the process was stopped does not count
         while self._takeover is None and changing and self._clock() > self._valid_until:
-            if not waited:
+            if not waited_s:
                 log.warning("lease.unconfirmed", folder=str(self._paths.state))
-            if waited > PATIENCE_S:
+            if waited_s > PATIENCE_S:
                 text = f"{problem} for {PATIENCE_S:g} s. This head ends; training goes on, start the head again"
                 raise FallowError(text, Exit.TEMPFAIL)
             waits(problem)
             await asyncio.sleep(LOOK_S)
-            waited += LOOK_S
+            waited_s += LOOK_S
         if self._takeover is not None:
             raise self._takeover
 

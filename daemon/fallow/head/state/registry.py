@@ -330,9 +330,9 @@ class Registry:
         if run in self.runs:
             return self.runs[run]
         matches = [each for each in self.runs.values() if each.spec.name == run]
-        going = [each for each in matches if not each.ended]
-        if len(going) == 1:
-            return going[0]
+        live_runs = [each for each in matches if not each.ended]
+        if len(live_runs) == 1:
+            return live_runs[0]
         if not matches and not by_name:
             matches = [each for each in self.runs.values() if any(a.job_id == run for a in each.allocations.values())]
         if not matches and not by_name and run:
@@ -342,19 +342,19 @@ class Registry:
         if matches:
             ids = ", ".join(sorted(each.id for each in matches))
             raise FallowError(f"run {shown(run)} matches {len(matches)} runs; say which: {ids}", Exit.USAGE)
-        what = "no run has exactly this name" if by_name else "no such run"
-        raise FallowError(f"run {shown(run)}: {what}; `fallow status` lists them", Exit.NOINPUT)
+        problem = "no run has exactly this name" if by_name else "no such run"
+        raise FallowError(f"run {shown(run)}: {problem}; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         """Add a run; `at`: now, on the head's clock."""
-        spec, former = stored.spec, self.runs.get(stored.spec.run)
+        spec, former_run = stored.spec, self.runs.get(stored.spec.run)
         machine = Machine(
             stored.roster,
             term=self.term,
             timing=timing(self.config.membership),
             at=at,
             # A machine that replaces another continues the numbers of its orders.
-            edition=0 if former is None else former.machine.outbox.edition,
+            edition=0 if former_run is None else former_run.machine.outbox.edition,
             keep=self.config.checkpoint.keep,
             validate=self._validate or spec.local,
         )
@@ -389,8 +389,8 @@ class Registry:
 
     def checkpoint_folder(self, run: Run) -> Path:
         """Folder of a run's checkpoints. A run keeps its folder when the configuration changes."""
-        named = run.record.checkpoint_folder
-        return Path(named) if named else self.paths.run(run.id).checkpoints
+        folder = run.record.checkpoint_folder
+        return Path(folder) if folder else self.paths.run(run.id).checkpoints
 
     def output_of(self, run: Run, allocation: Allocation) -> str:
         """Path of a job's output. For a base job the user's options decide, so the text says how to ask Slurm."""
