@@ -29,7 +29,7 @@ CONTRACT = Contract(signature="sig", shards=8, global_batch=64, total_steps=1000
 
 
 def new_book(folder: Path, config: Config = Config(), *, validate: bool = False) -> Registry:
-    """An empty book whose files are below `folder`."""
+    """An empty registry whose files are below `folder`."""
     paths = Paths(state=folder / "s", runtime=folder / "r").create()
     numbers = itertools.count()
     return Registry(paths, config, lambda: f"{next(numbers):06}", validate=validate)
