@@ -19,7 +19,7 @@ from fallow.core.membership.messages import Contract, Report, Switch
 from fallow.core.protocol import Progress
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from fallow.model import AllocationKind, AllocationState, Doing, MemberPhase, RunSpec, RunStatus
 
 NOW = 1_000_000.0
@@ -28,14 +28,14 @@ NOW = 1_000_000.0
 CONTRACT = Contract(signature="sig", shards=8, global_batch=64, total_steps=1000, layout=("w float32[2]",))
 
 
-def new_book(folder: Path, config: Config = Config(), *, validate: bool = False) -> Book:
-    """An empty book whose files are below `folder`."""
+def new_book(folder: Path, config: Config = Config(), *, validate: bool = False) -> Registry:
+    """An empty registry whose files are below `folder`."""
     paths = Paths(state=folder / "s", runtime=folder / "r").create()
     numbers = itertools.count()
-    return Book(paths, config, lambda: f"{next(numbers):06}", validate=validate)
+    return Registry(paths, config, lambda: f"{next(numbers):06}", validate=validate)
 
 
-def new_run(book: Book, *, at: float = 0.0, now: float = NOW, **spec: Any) -> Run:
+def new_run(book: Registry, *, at: float = 0.0, now: float = NOW, **spec: Any) -> Run:
     """A run of one to eight nodes, unless `spec` says otherwise. Nothing of it has begun."""
     wanted = {"run": "", "name": "r", "min_nodes": 1, "max_nodes": 8, **spec}
     return book.create(RunSpec(**wanted), at, now)
@@ -50,7 +50,7 @@ def hold(
     **known: Any,
 ) -> Allocation:
     """An allocation that Slurm has given these hosts. No agent has come yet."""
-    allocation = turn.book.new_allocation(run, kind, turn.now, **known)
+    allocation = turn.registry.new_allocation(run, kind, turn.now, **known)
     allocation.state, allocation.nodes = state, list(hosts)
     allocation.job_id = allocation.job_id or str(100 + run.record.next_allocation)
     if state is AllocationState.RUNNING:

@@ -13,7 +13,7 @@ from fallow.head.api.operations import Operations
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, JobInfo
 from fallow.slurm.client import SubmitRejected
 from runs import CONTRACT, NOW, Nodes, new_book, new_run
@@ -57,9 +57,9 @@ class Site:
             run = self.book.runs[run_id]
             request = self.harvest.request(self.book.paths, run, run.allocations[token])
             try:
-                self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
+                self.harvest.note_submission(turn, run, token, await self.slurm.submit(request))
             except SubmitRejected as refusal:
-                self.harvest.refused(turn, run, token, refusal.reason)
+                self.harvest.note_refusal(turn, run, token, refusal.reason)
         await self.slurm.cancel([job for _, _, job in turn.cancels])
         self.events += [(record.kind, record.text) for record in turn.records]
         self.notes |= turn.notes

@@ -12,7 +12,7 @@ from fallow.core.protocol import Admitted, Beat, Ended, FromAgent, Hello, Left, 
 from fallow.head import deadlines
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers import agents
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from runs import CONTRACT as CONTRACT
 from runs import NOW as NOW
 
@@ -32,7 +32,7 @@ class Talk:
         book: of the head.
     """
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Registry) -> None:
         self.book = book
         self.at, self.now = 0.0, NOW
         self.turn = Turn(book, self.at, self.now)

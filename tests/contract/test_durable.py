@@ -19,7 +19,7 @@ from fallow.files import Paths
 from fallow.head.loop import durable as durable_module
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Book
+from fallow.head.state.registry import Registry
 from fallow.local.driver import store_pid
 from fallow.model import AllocationKind, ChangeKind, Exit, FallowError, GenerationReport, Parts
 from fallow.store import server as server_module
@@ -28,7 +28,7 @@ from fallow.store.server import find_server
 from head_in_process import serving
 from runs import Nodes, new_run
 
-Began = tuple[Durable, Book, Paths]
+Began = tuple[Durable, Registry, Paths]
 
 
 @contextlib.asynccontextmanager
@@ -39,12 +39,12 @@ async def begun(folder: Path, on_wait: Callable[[str], object] = lambda problem:
     await durable.open()
     try:
         await durable.begin_term()
-        yield durable, Book(paths, Config(), lambda: "id"), paths
+        yield durable, Registry(paths, Config(), lambda: "id"), paths
     finally:
         await durable.close()
 
 
-def noted(book: Book) -> Turn:
+def noted(book: Registry) -> Turn:
     """A turn that has something to write down."""
     turn = Turn(book, 0.0, 0.0)
     turn.notes["experience"] = b"one"
@@ -67,7 +67,7 @@ async def test_reports_of_generations_are_written_once_and_found_again_and_the_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = 100
-    monkeypatch.setattr("fallow.head.state.book.KEPT_GENERATIONS", kept)
+    monkeypatch.setattr("fallow.head.state.registry.KEPT_GENERATIONS", kept)
     count = 0
     for number in range(3):
         async with begun(tmp_path) as (durable, book, _):
@@ -137,19 +137,19 @@ async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) 
         nodes.come(turn, lost, "h2")
         nodes.ready(turn, 1)
         assert run.roster.unwritten
-        new = await durable.make_anew(book, run, 0.0)
+        new = await durable.reload(book, run, 0.0)
         assert book.runs[run.id] is book.current[run.id] is new
         assert (new.record.spent_node_s, new.roster.unwritten, list(new.allocations)) == (0.0, set(), [kept.token])
         assert new.allocations[kept.token].reason == ""
         assert list(new.roster.nodes) == [1] and new.root.contract is None
         assert [one.generation for one in new.generations] == [1]
-        assert (book.allowed(kept.public_key), book.allowed(lost.public_key)) == (True, False)
+        assert (book.is_allowed(kept.public_key), book.is_allowed(lost.public_key)) == (True, False)
         # It goes on.
         turn, nodes = Turn(book, 0.0, 0.0), Nodes(new)
         nodes.ready(turn, 1)
         assert nodes.said[1].edition > sent
         await durable.write(turn)
-        again = await durable.make_anew(book, new, 0.0)
+        again = await durable.reload(book, new, 0.0)
         assert again.root.contract is not None
 
 
@@ -182,7 +182,7 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
     known, asker, now = Known(), Asker("bio", "low"), time.time()
     for number in range(2):
         async with serving(tmp_path) as head:
-            known = head.head._harvest.known
+            known = head.head._harvest.knowledge
             if not number:
                 known.experience.started(5.0, 100.0, now)
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
@@ -209,8 +209,7 @@ async def test_a_folder_that_stays_unwritable_ends_the_head_in_the_end(
             await durable.write(noted(book))
     assert caught.value.code is Exit.TEMPFAIL
     assert caught.value.message == (
-        f"nothing could be written down for 1 s: {paths.redis_dir}: {full}. This head ends; training goes on, start "
-        "the head again"
+        f"the store was away for 1 s: {paths.redis_dir}: {full}. This head ends; training goes on, start the head again"
     )
 
 
@@ -241,7 +240,7 @@ async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None
         second = Turn(book, 0.0, 0.0)
         second.forget(gone)
         await durable.write(second)
-        again = Book(paths, Config(), lambda: "id")
+        again = Registry(paths, Config(), lambda: "id")
         await durable.load(again, 0.0)
         assert list(again.runs) == [kept.id]
         assert list(await durable.store.load("run/")) == [f"run/{kept.id}/{key}" for key in ("record", "root", "spec")]
@@ -253,7 +252,7 @@ async def test_a_key_that_nobody_knows_stops_no_head(tmp_path: Path) -> None:
         await durable.write(Turn(book, 0.0, 0.0, dirty={good.id}))
         unknown = ("run/", "run/x", "run/x/", "run/x/root/y", "run/x/other")
         await durable.store.save([Write(key, None, b"\xc1") for key in unknown], [])
-        again = Book(paths, Config(), lambda: "id")
+        again = Registry(paths, Config(), lambda: "id")
         await durable.load(again, 0.0)
         assert not again.runs[good.id].ended
         assert good.id not in durable.unreadable

@@ -22,10 +22,10 @@ from fallow.head.api import reports
 from fallow.head.loop import faults as faults_module
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
-from fallow.head.loop.inbox import Heard
+from fallow.head.loop.inbox import AgentMessage
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers import agents
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import PRUNED, PrunedRuns, RunRecord
 from fallow.model import (
     AllocationState,
@@ -97,7 +97,7 @@ async def test_an_error_in_the_ticks_of_one_run_leaves_the_others_theirs(
                 raise RecursionError("a run of its own kind")
             ticked.add(run.id)
 
-        monkeypatch.setattr("fallow.head.deadlines.forget", fails)
+        monkeypatch.setattr("fallow.head.deadlines.drop_stale_records", fails)
         found = await head.until(
             lambda seen: {view.run: view.status for view in seen.runs}[bad.run] is RunStatus.FAILED, "the run failed"
         )
@@ -132,7 +132,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
             assert views[bad.run].status is RunStatus.FAILED
             assert "cannot be read" in views[bad.run].message
             assert views[good.run].status is RunStatus.WAITING
-            run = head.head._book.runs[good.run]
+            run = head.head._registry.runs[good.run]
             assert list(run.roster.nodes) == [1] and [a.live for a in run.allocations.values()] == [True]
             assert not [event for event in await head.call("events", run=good.run) if event["kind"] == "failed"]
             failed = [event for event in await head.call("events", run=bad.run) if event["kind"] == "failed"]
@@ -141,7 +141,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
                 await head.until(lambda _: slurm.cancelled, "its job is cancelled")
                 assert set(slurm.cancelled) == {"7"}
             assert list(await head.head._durable.store.load("unreadable/")), "somebody may still repair it"
-            (allocation,) = head.head._book.runs[bad.run].allocations.values()
+            (allocation,) = head.head._registry.runs[bad.run].allocations.values()
             assert not allocation.live or allocation.asked_at is not None
 
 
@@ -174,9 +174,9 @@ async def test_a_head_does_not_serve_what_a_newer_fallow_has_written_and_leaves_
         await durable.close()
 
 
-def hello(head: Serving, run: str, **more: Any) -> Heard:
-    (allocation,) = head.head._book.runs[run].allocations.values()
-    return Heard(agent_peer(allocation, "h1"), hello_of(allocation, **more), 0.0)
+def hello(head: Serving, run: str, **more: Any) -> AgentMessage:
+    (allocation,) = head.head._registry.runs[run].allocations.values()
+    return AgentMessage(agent_peer(allocation, "h1"), hello_of(allocation, **more), 0.0)
 
 
 async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
@@ -184,7 +184,7 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
 ) -> None:
     async with serving(tmp_path) as head:
         made = await head.bad_and_good()
-        book = head.head._book
+        book = head.head._registry
         bad, good = (book.runs[new.run] for new in made)
         sent: list[tuple[str, object]] = []
         monkeypatch.setattr(head.head._router, "send", lambda peer, message: sent.append((peer, message)))
@@ -194,9 +194,9 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
             run.record.spent_node_s = 1e9
             raise ZeroDivisionError("in the middle")
 
-        monkeypatch.setattr(agents, "_warned", half)
+        monkeypatch.setattr(agents, "_handle_warning", half)
         first, other = hello(head, bad.id), hello(head, good.id)
-        await head.take(first, Heard(first.peer, Beat(warned=15), 0.0), other)
+        await head.take(first, AgentMessage(first.peer, Beat(warned=15), 0.0), other)
         await head.take(first)  # until it is admitted
         bad, good = (book.runs[new.run] for new in made)
         for run in (bad, good):
@@ -218,7 +218,7 @@ async def test_a_record_that_cannot_be_written_costs_its_run_what_it_was_about_t
 ) -> None:
     async with serving(tmp_path) as head:
         made = await head.bad_and_good()
-        book = head.head._book
+        book = head.head._registry
         sent: list[tuple[str, object]] = []
         monkeypatch.setattr(head.head._router, "send", lambda peer, message: sent.append((peer, message)))
         bad, good = (book.runs[new.run] for new in made)
@@ -290,7 +290,7 @@ async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_plac
     monkeypatch.setattr(reports, "audit", count)
     async with serving(tmp_path) as head:
         made = await head.create()
-        run, paths = head.head._book.runs[made.run], head.head.paths.run(made.run)
+        run, paths = head.head._registry.runs[made.run], head.head.paths.run(made.run)
         run.root.contract, run.root.front = CONTRACT, 1
         (paths.checkpoints / "step-1").mkdir()
         await head.call("cancel", run=made.run)
@@ -326,7 +326,7 @@ async def test_a_message_that_cannot_be_sent_costs_that_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as head:
-        turn, sent = Turn(head.head._book, 0.0, 0.0), list[str]()
+        turn, sent = Turn(head.head._registry, 0.0, 0.0), list[str]()
 
         def send(peer: str, message: object) -> None:
             if peer == "bad":
@@ -354,13 +354,13 @@ async def test_a_node_whose_every_message_fails_does_not_keep_its_run_from_going
             fails += 1
             raise ZeroDivisionError("each time")
 
-        monkeypatch.setattr(agents, "_beat", fail)
+        monkeypatch.setattr(agents, "_handle_beat", fail)
         monkeypatch.setattr(faults_module, "FIRST_PAUSE_S", 60.0)
         for _ in range(10):
             head.head._receive(peer, Beat())
             await head.until(lambda _: head.head._inbox.empty() and fails, "it is taken")
         assert fails == 1, "what comes right behind is not heard"
-        assert not head.head._book.runs[new.run].ended
+        assert not head.head._registry.runs[new.run].ended
 
 
 async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_alone(
@@ -370,22 +370,22 @@ async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_a
         bad, good = await head.bad_and_good()
         await head.take(hello(head, bad.run))
         await head.head._durable.store.save([Write(f"run/{bad.run}/record", None, b"\xc1")], [])
-        monkeypatch.setattr(agents, "_beat", lambda *_: 1 // 0)
-        await head.take(Heard(hello(head, bad.run).peer, Beat(), 0.0))
+        monkeypatch.setattr(agents, "_handle_beat", lambda *_: 1 // 0)
+        await head.take(AgentMessage(hello(head, bad.run).peer, Beat(), 0.0))
         views = {view.run: view for view in (await head.snapshot()).runs}
         assert (views[bad.run].status, views[good.run].status) == (RunStatus.FAILED, RunStatus.WAITING)
-        assert "it could not be made anew from its record" in views[bad.run].message
+        assert "could not be reloaded from its records" in views[bad.run].message
 
 
 async def test_a_run_that_cannot_even_be_ended_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path) as head:
         bad, good = await head.bad_and_good()
         await head.take(hello(head, good.run))
-        run = head.head._book.runs[bad.run]
+        run = head.head._registry.runs[bad.run]
         monkeypatch.setattr(run.machine, "handle", lambda _: 1 // 0)
         run.root.highest = 2**64  # no record can hold it
         await head.head._recovery.end(run, "of a test")
-        assert bad.run not in head.head._book.current
+        assert bad.run not in head.head._registry.current
         assert await head.call("shrink", run=good.run, by=1) == 3
         assert {error.run for error in (await head.snapshot()).head.internal_errors} == {bad.run}
 
@@ -395,14 +395,14 @@ def test_a_peer_at_whose_messages_the_head_fails_is_heard_ever_later() -> None:
     for _ in range(9):
         quarantine.add("peer", now)
         began = now
-        while quarantine.holds("peer", now):
+        while quarantine.blocks("peer", now):
             now += 0.5
         waits.append(now - began)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
-    assert not quarantine.holds("other", now)
+    assert not quarantine.blocks("other", now)
     now += MENDED_S + 60.0
     quarantine.add("peer", now)
-    assert not quarantine.holds("peer", now + 1.0)
+    assert not quarantine.blocks("peer", now + 1.0)
 
 
 async def test_a_task_beside_the_loop_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol import FromAgent
 from fallow.files import Paths
 from fallow.head.api.handler import METHODS
-from fallow.head.loop.inbox import Heard
+from fallow.head.loop.inbox import AgentMessage
 from fallow.head.loop.turn import Turn, agent_peer
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import read_run, salvage
 from fallow.model import AllocationKind, Exit, FallowError, MemberPhase, RunSpec, RunStatus
 from fallow.wire.codec import Decoder
@@ -102,7 +102,7 @@ class Scene:
         self.said = 0
 
     async def hear(self, peer: str, message: Any) -> None:
-        await self.head.take(Heard(peer, message, 0.0))
+        await self.head.take(AgentMessage(peer, message, 0.0))
 
     async def join(self, run: Run) -> str:
         """Let an agent come; returns its name for the router."""
@@ -116,7 +116,7 @@ class Scene:
         self.said += 1
         for part in (one, one.get("report")):
             if isinstance(part, dict):
-                known = {"node": 1, "boot": 1, "seq": self.said, "term": self.head.head._book.term}
+                known = {"node": 1, "boot": 1, "seq": self.said, "term": self.head.head._registry.term}
                 part |= {name: value for name, value in known.items() if name in part}
         return one
 
@@ -125,7 +125,7 @@ class Scene:
 async def scene(folder: Path) -> AsyncIterator[tuple[Serving, Scene]]:
     async with serving(folder) as head:
         runs = [await head.create(name, local=False) for name in ("target", "other")]
-        book = head.head._book
+        book = head.head._registry
         yield head, Scene(head, book.runs[runs[0].run], book.runs[runs[1].run])
 
 
@@ -168,7 +168,7 @@ async def test_messages_of_a_legitimate_agent_cost_at_worst_its_own_run(tmp_path
                 await fuzzed.hear(agent, message)
         assert refused > 5 or kind is None
         assert (await head.snapshot()).head.internal_errors == []
-        witness = head.head._book.runs[fuzzed.witness.id]
+        witness = head.head._registry.runs[fuzzed.witness.id]
         assert not witness.ended and witness.roster.alive(1)
         stored = await head.head._durable.store.load(f"run/{fuzzed.target.id}/")
         values = {key.removeprefix(f"run/{fuzzed.target.id}/"): value for key, (_, value) in stored.items()}

@@ -19,7 +19,7 @@ from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import GIVE_UP_AFTER
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from fallow.head.state.stored import PRUNED, PrunedRuns
 from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, UsageRow
 from fallow.store.client import Write
@@ -39,7 +39,7 @@ class Desk:
         self.now = 1000 * DAY_S
         self.at = 0.0
         self.durable: Durable
-        self.book: Book
+        self.book: Registry
         self.pruning: Pruning
 
     async def __aenter__(self) -> "Desk":
@@ -47,7 +47,7 @@ class Desk:
         self.durable = Durable(self.paths, None)
         await self.durable.open()
         await self.durable.begin_term()
-        self.book = Book(self.paths, Config(), lambda: f"{next(self.numbers):06}")
+        self.book = Registry(self.paths, Config(), lambda: f"{next(self.numbers):06}")
         await self.durable.load(self.book, self.at)
         if PRUNED in self.durable.notes:
             self.book.pruned = records.decode(self.durable.notes[PRUNED], PrunedRuns)
@@ -86,8 +86,8 @@ class Desk:
     async def tick(self) -> None:
         turn = self.turn()
         self.pruning.tick(turn)
-        if self.pruning.looking is not None:
-            wait([self.pruning.looking])
+        if self.pruning.scan is not None:
+            wait([self.pruning.scan])
         await self.durable.write(turn)
 
     async def prune(self) -> Sequence[object]:
@@ -168,7 +168,7 @@ async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_w
             await other.begin_term()
             with pytest.raises(Exception, match="another head has taken over"):
                 await desk.prune()
-            book = Book(desk.paths, Config(), lambda: "id")
+            book = Registry(desk.paths, Config(), lambda: "id")
             await other.load(book, 0.0)
             assert PRUNED not in other.notes
             assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now)[-1].jobs == 1
@@ -198,7 +198,7 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
     async with serving(tmp_path) as second:
         notes = await second.head._durable.store.load("note/")
         assert notes[f"note/{PRUNED}-unreadable"][1] == b"\xc1"
-        assert second.head._book.pruned == PrunedRuns()
+        assert second.head._registry.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
 
 
@@ -209,7 +209,7 @@ async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
 
     def change_every_run(turn: Turn) -> None:
         tick(turn)
-        turn.dirty.update(turn.book.current)
+        turn.dirty.update(turn.registry.current)
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("bad")

@@ -49,7 +49,7 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(
     assert len(row["checkpoints"]) >= 3
     refused = fallow("rollback", run, "--to", "7")
     assert refused.code == Exit.NOINPUT
-    assert f"there are those of {kept.step}, " in refused.err
+    assert f"usable: {kept.step}, " in refused.err
 
     assert fallow("rollback", run, "--to", str(kept.step)).code == 0
 

@@ -133,9 +133,7 @@ def test_a_run_whose_base_job_ends_before_an_agent_comes_has_failed(rig: Rig) ->
     """And it is not submitted again. What becomes of harvest jobs that come to nothing needs no real Slurm."""
     broken = rig.submit("--nodes=1:2", before="exit 3")
     broken.wait_for("failed", lambda: broken.view().status is RunStatus.FAILED)
-    assert broken.view().message.startswith(
-        f"job {broken.job} ended (FAILED) before an agent of it had come to the head"
-    )
+    assert broken.view().message.startswith(f"job {broken.job} ended (FAILED) before its agent reached the head")
     broken.wait_jobs_gone()
     assert list(broken.jobs()) == [broken.job]
 

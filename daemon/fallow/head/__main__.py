@@ -1,6 +1,7 @@
 """`python -m fallow.head [--stand-in ADDRESS]`: the head without the command line.
 
-`fallow local` and the testbed start it so, and agents, with the address of their node, when they hear no other head.
+`fallow local` and the testbed start the head like this. Agents that hear no head start a stand-in head with the address
+of their node.
 """
 
 import sys
@@ -10,7 +11,6 @@ from fallow.model import Exit, FallowError
 
 
 def run(words: list[str]) -> int:
-    """The head's exit code."""
     match words:
         case []:
             return main()

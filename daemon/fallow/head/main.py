@@ -1,8 +1,8 @@
 """Entry of `fallow daemon`: one head per state folder, signals, logging, and the exit code.
 
-A *stand-in head* is one that an agent of a base job has started because no other head was heard. It serves like any
-head, with the configuration of the head before it, and ends when its standard input does: that is the agent's end of a
-pipe. It gives way to a head that somebody starts by hand, which asks for it by a file.
+An agent of a base job starts a *stand-in head* when it hears no head. A stand-in head uses the configuration of the
+head before it. It ends when its standard input, a pipe from the agent, is closed. It also ends when somebody starts a
+head by hand: the new head asks for the state folder with a file.
 """
 
 import asyncio
@@ -34,22 +34,22 @@ E = TypeVar("E", bound=BaseException)
 _LOOK_S = 0.5
 
 GIVE_WAY_S = 90.0
-"""A head that is starting waits so long for a stand-in head to end. A shared file system may show a new file late."""
+"""Longest wait of a starting head for a stand-in head to end. A shared file system may show a new file late."""
 WANTED_EVERY_S = 2.0
-"""From one look of a stand-in head whether another head asks for the folder to the next."""
+"""Interval at which a stand-in head checks whether another head asks for the folder."""
 SETTLE_S = 20.0
-"""At its end it waits so long for the agents that it has told to end."""
+"""Longest wait of a stand-in head, at its end, for the agents that it has told to end."""
 
 
 def main(config: Config | None = None, stand_in: str | None = None) -> int:
     """Run the head in the foreground until SIGTERM or SIGINT; returns the exit code.
 
     Args:
-        config: None: what the user and the site have set.
-        stand_in: an agent has started this head, to listen on that address.
+        config: configuration; None reads that of the user and the site.
+        stand_in: address to listen on, if an agent started this head.
 
     Raises:
-        FallowError: another head has the state folder or takes it over, or it cannot start.
+        FallowError: another head has the state folder or takes it over, or this head cannot start.
     """
     os.umask(0o077)
     allow_connections()
@@ -59,17 +59,17 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
     except FallowError as error:
         if error.code is not Exit.CANTCREAT:
             raise
-        # Its file system may not be mounted yet. Code 73 of a head says that another one serves.
+        # The file system may not be mounted yet. Exit code 73 would say that another head serves the folder.
         raise FallowError(error.message, Exit.TEMPFAIL) from error
     if stand_in is not None:
         config = former_config(paths, stand_in)
     config = config or load_config()
-    with serving_alone(paths, wait_s=0.0 if stand_in else GIVE_WAY_S) as lease:
+    with exclusive_lease(paths, wait_s=0.0 if stand_in else GIVE_WAY_S) as lease:
         return asyncio.run(_serve(paths, config, lease, stand_in is not None))
 
 
 async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> int:
-    # `fallow local` has none.
+    # `fallow local` has no Slurm.
     slurm = None if config.slurm.client == "none" else slurm_client(config.slurm.client)
     head = Head(paths, config, slurm, lease, stand_in=stand_in)
     watching: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> 
     except* FallowError as group:
         raise first_error(group) from group
     except* OSError as group:
-        raise _of_file_system(first_error(group), paths) from group
+        raise _explain_os_error(first_error(group), paths) from group
     finally:
         if watching is not None:
             watching.cancel()
@@ -99,8 +99,8 @@ def first_error(group: BaseExceptionGroup[E]) -> E:
     return cast(E, error)
 
 
-def _of_file_system(error: OSError, paths: Paths) -> BaseException:
-    """What to tell of a file that could not be used; another error of the operating system is a defect, as it is."""
+def _explain_os_error(error: OSError, paths: Paths) -> BaseException:
+    """Explain an error on a file of the state folder. Return any other error unchanged: that is a defect."""
     if error.filename is None or not str(error.filename).startswith(str(paths.state)):
         return error
     problem = write_problem(paths.state) or f"{error.filename}: {error.strerror}"
@@ -108,20 +108,20 @@ def _of_file_system(error: OSError, paths: Paths) -> BaseException:
 
 
 @contextlib.contextmanager
-def serving_alone(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
+def exclusive_lease(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
     """Be the only head of a state folder.
 
     Args:
         paths: of the state folder.
-        wait_s: a stand-in head is asked to give way, and has so long to do it.
+        wait_s: time that a stand-in head gets to give way; 0: do not ask.
 
     Raises:
-        FallowError: another head has it, and the message says which; or the folder cannot be used.
+        FallowError: another head has the folder (the message names the head), or the folder cannot be used.
     """
     lease = Lease(paths)
     _acquire(paths, lease, wait_s)
     try:
-        with lease.kept_up():
+        with lease.renewal():
             yield lease
     finally:
         lease.release()
@@ -141,7 +141,7 @@ def _acquire(paths: Paths, lease: Lease, wait_s: float) -> None:
                 text = f"{error.message}. This stand-in head does not end within {wait_s:g} s; start the head again"
                 raise FallowError(text, Exit.TEMPFAIL) from None
         except OSError as error:
-            raise FallowError(f"{paths.state}: it cannot be leased ({error.strerror})", Exit.TEMPFAIL) from error
+            raise FallowError(f"{paths.state} cannot be leased: {error.strerror}", Exit.TEMPFAIL) from error
         with contextlib.suppress(OSError):
             paths.head_wanted.touch(mode=0o600)
         time.sleep(_LOOK_S)
@@ -157,10 +157,10 @@ def _stand_in_serves(paths: Paths) -> bool:
 
 
 def former_config(paths: Paths, address: str) -> Config:
-    """The configuration with which the head before this one served, but listening on `address`.
+    """The configuration of the head before this one, with `address` to listen on.
 
     Raises:
-        FallowError: there is none, or another version of Fallow wrote it.
+        FallowError: the file is missing, or another version of Fallow wrote it.
     """
     try:
         config = read_struct(paths.head_config, Config)
@@ -172,31 +172,31 @@ def former_config(paths: Paths, address: str) -> Config:
 
 async def watch(head: Head, paths: Paths) -> None:
     """Stop the head when its agent has ended or another head asks for the state folder."""
-    loop, parted = asyncio.get_running_loop(), asyncio.Event()
-    # Slurm warns all processes of a step alike. The agent tells this one what to do.
+    loop, agent_ended = asyncio.get_running_loop(), asyncio.Event()
+    # Slurm signals all processes of a step. The agent tells this process what to do.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, lambda: None)
-    loop.add_reader(0, parted.set)
+    loop.add_reader(0, agent_ended.set)
     with contextlib.suppress(OSError):
         paths.head_wanted.unlink(missing_ok=True)
-    while not parted.is_set():
+    while not agent_ended.is_set():
         if await asyncio.to_thread(os.path.exists, paths.head_wanted):
             log.info("head.gives_way", advice="another head was started for this state folder")
             head.stop()
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WANTED_EVERY_S):
-                await parted.wait()
+                await agent_ended.wait()
     loop.remove_reader(0)
     deadline = time.monotonic() + SETTLE_S
-    # There is nothing but looking: the agents leave one by one.
-    while head.agents_leave and time.monotonic() < deadline:  # noqa: ASYNC110
+    # The agents leave one by one, and no event tells of the last.
+    while head.has_ending_agents and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     head.stop()
 
 
 class _Lossy:
-    """A text stream that drops what cannot be written."""
+    """A text stream that ignores write errors."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -212,7 +212,7 @@ class _Lossy:
 
 
 def _console(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
-    """A line for a terminal. What the head logs holds names that anybody chose."""
+    """Format a line for a terminal. Log entries hold names that any user may choose, so no escape sequences."""
     harmless = {key: clean(value) if isinstance(value, str) else value for key, value in event.items()}
     return structlog.dev.ConsoleRenderer()(logger, name, harmless)
 

@@ -1,4 +1,4 @@
-"""What errors that nobody expected cost: their run is made anew from its records, or, as the last resort, stopped."""
+"""Recovery from unexpected errors: the head reloads the run from its records or, as the last resort, stops it."""
 
 from collections.abc import Awaitable, Callable
 
@@ -9,73 +9,73 @@ from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.jobs import withdraw_queued
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from fallow.model import AllocationState, Exit, FallowError, RunStatus
 
 
 class Recovery:
-    """Puts runs right after errors, in turns of its own.
+    """Repairs runs after errors, in turns of its own.
 
     Args:
-        book: all runs.
-        durable: where their records are.
+        registry: all runs.
+        durable: store of their records.
         faults: counts errors.
         persist: makes a turn durable.
-        carry_out: does what a durable turn asks for.
+        carry_out: carries out the effects of a durable turn.
     """
 
     def __init__(
         self,
-        book: Book,
+        registry: Registry,
         durable: Durable,
         faults: Faults,
         persist: Callable[[Turn], Awaitable[None]],
         carry_out: Callable[[Turn], Awaitable[None]],
     ) -> None:
-        self._book, self._durable, self._faults = book, durable, faults
+        self._registry, self._durable, self._faults = registry, durable, faults
         self._persist, self._carry_out = persist, carry_out
 
     async def settle(self, turn: Turn, *, ticked: bool) -> None:
-        """Count what went wrong in a turn, and make the runs anew that it cost their part.
+        """Count a turn's errors, and reload the runs whose part of the turn was discarded.
 
         Args:
-            turn: that is durable by now, as far as it did not fail.
-            ticked: it was a tick. A run whose ticks fail again and again is stopped.
+            turn: a turn whose parts without errors are durable.
+            ticked: True if the turn was a tick. A run whose ticks fail several times in a row is stopped.
         """
-        for unborn in [run for run in self._book.runs.values() if run.revision == 0]:
-            # What is durable has a revision: this one's creation has failed.
-            self._book.drop(unborn)
+        for unborn in [run for run in self._registry.runs.values() if run.revision == 0]:
+            # A run without a revision is not durable: its creation has failed.
+            self._registry.drop(unborn)
         reasons: dict[str, str] = {}
         for failure in turn.failures:
             words = self._faults.note(failure.source, failure.error, failure.run)
             if failure.run is not None:
                 reasons[failure.run] = words
         for run_id, words in reasons.items():
-            if run_id in self._book.runs:
-                await self._make_anew(self._book.runs[run_id], words)
-        for run in list(self._book.current.values()) if ticked else ():
-            if self._faults.ticked(run.id, failed=run.id in reasons):
-                await self.end(run, f"the head failed at it again and again ({reasons[run.id]}); its log says more")
+            if run_id in self._registry.runs:
+                await self._reload(self._registry.runs[run_id], words)
+        for run in list(self._registry.current.values()) if ticked else ():
+            if self._faults.note_tick(run.id, failed=run.id in reasons):
+                await self.end(run, f"the head failed repeatedly on this run ({reasons[run.id]}); see the head's log")
 
-    async def _make_anew(self, run: Run, why: str) -> None:
+    async def _reload(self, run: Run, why: str) -> None:
         try:
-            new = await self._durable.make_anew(self._book, run, steady())
+            new = await self._durable.reload(self._registry, run, steady())
         except Exception as error:
             if isinstance(error, FallowError) and not isinstance(error, Unreadable):
                 raise  # the store is away
             words = self._faults.note("store", error, run.id)
-            await self.end(run, f"it could not be made anew from its record ({words})")
+            await self.end(run, f"the run could not be reloaded from its records ({words})")
             return
-        turn = Turn.begin(self._book)
-        turn.record(new, "fault", f"an error of the head's own, {why}: the run goes on from what was written down")
-        turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has begun anew with the run"))
+        turn = Turn.begin(self._registry)
+        turn.record(new, "fault", f"internal error of the head, {why}: the run goes on from its records in the store")
+        turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has reloaded the run"))
         await self._persist(turn)
         await self._carry_out(turn)
 
     async def end(self, run: Run, why: str) -> None:
-        """Stop a run that the head cannot look after."""
+        """Stop a run that the head cannot serve."""
         for how in () if run.ended else (_cancel, _end_by_force):
-            turn = Turn.begin(self._book)
+            turn = Turn.begin(self._registry)
             try:
                 how(turn, run, why)
             except Exception as error:
@@ -86,8 +86,8 @@ class Recovery:
                 return
             for failure in turn.failures:
                 self._faults.note(failure.source, failure.error, failure.run)
-        # It stays as it was written down last.
-        self._book.current.pop(run.id, None)
+        # The run stays as its records in the store say.
+        self._registry.current.pop(run.id, None)
 
 
 def _cancel(turn: Turn, run: Run, why: str) -> None:
@@ -95,12 +95,12 @@ def _cancel(turn: Turn, run: Run, why: str) -> None:
 
 
 def _end_by_force(turn: Turn, run: Run, why: str) -> None:
-    """The last resort, where the membership machine itself fails: the run is over, whatever its roster says."""
+    """End a run without its membership's state machine, as the last resort if the machine itself fails."""
     root = run.root
     root.status, root.message, root.change, run.record.ended_at = RunStatus.FAILED, why, None, turn.now
     run.roster.mark("root")
     for allocation in run.live_allocations():
-        # Its agents are told so at their next beats.
+        # The answers to its agents' next beats tell them to end.
         allocation.state, allocation.asked_at = AllocationState.RELEASING, turn.now
         allocation.end_code, allocation.reason = int(Exit.NO_RESTART), why
     turn.record(run, RunStatus.FAILED.value, f"run {run.id} is failed: {why}")

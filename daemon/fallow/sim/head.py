@@ -26,12 +26,12 @@ from fallow.core.protocol import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Inbox, Work, tell
+from fallow.head.loop.inbox import Inbox, Work, resolve
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book, Run, timing
+from fallow.head.state.registry import Registry, Run, timing
 from fallow.head.state.stored import RunRecord, StoredRun
 from fallow.model import (
     AllocationKind,
@@ -69,7 +69,7 @@ class VirtualHead(Head):
     def __init__(self, engine: SlurmSim, plans: Sequence[RunPlan], options: Options) -> None:
         super().__init__(engine, plans, options)
         config = self._config = _config(engine, options)
-        self._book = _Book(config, options.costs.absorb[1])
+        self._registry = _Registry(config, options.costs.absorb[1])
         self.harvest = Harvest(config)
         self._inbox = Inbox()
         paced = PacedClient(
@@ -79,7 +79,7 @@ class VirtualHead(Head):
             clock=self.loop.time,
             wall=lambda: self.loop.now,
         )
-        self._calls = SlurmCalls(paced, self._book, self.harvest, self._inbox, _NoFaults())
+        self._calls = SlurmCalls(paced, self._registry, self.harvest, self._inbox, _NoFaults())
         self._leaving: set[str] = set()
         "tokens of those that are about to leave"
         self._looks: dict[str, tuple[float, asyncio.TimerHandle | None]] = {}
@@ -105,12 +105,12 @@ class VirtualHead(Head):
         )
         root = Root(run=plan.run, minimum=plan.min_nodes, maximum=plan.max_nodes, limit=plan.max_nodes)
         record = RunRecord(base_wanted=False, slots=1)
-        self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self.loop.time())
+        self._registry.add(StoredRun(spec, record, Roster(root), {}), 0, self.loop.time())
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> Turn:
-        return Turn(self._book, self.loop.time(), self.loop.now)
+        return Turn(self._registry, self.loop.time(), self.loop.now)
 
     async def _turns(self) -> None:
         """As the head's loop, with nothing to be written down."""
@@ -121,14 +121,14 @@ class VirtualHead(Head):
             outcome = item.act(turn)
             self._carry_out(turn)
             if item.answer is not None:
-                tell(item.answer, outcome)
+                resolve(item.answer, outcome)
 
     def _carry_out(self, turn: Turn) -> None:
         if turn.failures:
             raise turn.failures[0].error
         self._calls.carry_out(turn)
         for run_id in turn.dirty:
-            run = self._book.runs[run_id]
+            run = self._registry.runs[run_id]
             run.roster.unwritten.clear()
             for allocation in run.live_allocations():
                 is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
@@ -155,11 +155,11 @@ class VirtualHead(Head):
 
     def hear(self, happening: Happening) -> None:
         if isinstance(happening, Measured):
-            curve = self._book.runs[happening.run].record.curve
+            curve = self._registry.runs[happening.run].record.curve
             curve.observe(happening.members, happening.step_s, happening.lasted_s, happening.at)
             return
         token = self.engine.name_of(happening.job_id)
-        run = next((run for run in self._book.runs.values() if token in run.allocations), None)
+        run = next((run for run in self._registry.runs.values() if token in run.allocations), None)
         if run is None or not run.allocations[token].live:
             return
         allocation = run.allocations[token]
@@ -277,8 +277,8 @@ class _AtOnce(Machine):
         self.roster.forget(node)
 
 
-class _Book(Book):
-    """A book without files, of runs whose members come and go at once."""
+class _Registry(Registry):
+    """A registry without files, of runs whose members come and go at once."""
 
     def __init__(self, config: Config, pause_s: float) -> None:
         self._pause_s = pause_s

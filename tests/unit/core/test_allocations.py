@@ -10,7 +10,7 @@ from builders import NOW, allocation, job, request
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, observe, preempted_until
-from fallow.head.peers.agents import agent_gone, give_up_agent
+from fallow.head.peers.agents import give_up_agent, note_agent_end
 from fallow.head.state.stored import StoredRun
 from fallow.model import (
     AllocationKind,
@@ -149,14 +149,14 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     Nodes(desk.run).come(turn, base, "n1")
     base.warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-    agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    note_agent_end(turn, desk.run, base, "n1", "given back as planned")
     assert not base.live
     turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
     assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
     turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0, reason="BeginTime"), after_s=2.0)
     assert base.state is AllocationState.PENDING
     assert (base.agents, base.asked_at, base.warned, base.nodes) == ({}, None, False, [])
-    assert desk.book.allowed(base.public_key)
+    assert desk.book.is_allowed(base.public_key)
     assert turn.cancels == []
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
     desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
@@ -171,7 +171,7 @@ def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: D
     turn = desk.turn()
     base.warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-    agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    note_agent_end(turn, desk.run, base, "n1", "given back as planned")
     assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
     more = {"preempt_at": NOW} if preempted else {}
     turn = desk.poll(desk.job(base, "PREEMPTED" if preempted else "CANCELLED", **more), after_s=2.0)
@@ -197,9 +197,9 @@ def test_keys_are_kept_until_slurm_shows_that_the_job_is_over(desk: Desk) -> Non
     base = desk.hold(AllocationKind.BASE)
     key_file = desk.book.paths.run(desk.run.id).key(base.token)
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
-    assert desk.book.allowed(base.public_key) and key_file.exists()
+    assert desk.book.is_allowed(base.public_key) and key_file.exists()
     desk.poll(desk.job(base, "FAILED"))
-    assert not desk.book.allowed(base.public_key)
+    assert not desk.book.is_allowed(base.public_key)
     assert desk.book.take_revoked() == [base.public_key]
     assert not key_file.exists()
 
@@ -232,6 +232,6 @@ def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk
     """The turn that let go of an allocation has failed: its agents still need the file."""
     run, base = desk.run, desk.hold(AllocationKind.BASE)
     desk.book.close(run, base)
-    desk.book.make_anew(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
+    desk.book.reload(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
     assert desk.book.take_revoked() == []
-    assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
+    assert desk.book.is_allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()

@@ -13,8 +13,8 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
 from fallow.core.protocol import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
-from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run
+from fallow.head.peers.agents import note_agent_end
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import StoredRun
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
 from fallow.processes import Process
@@ -230,7 +230,7 @@ def test_workers_of_a_requeued_job_are_not_those_of_its_first_attempt(talk: Talk
     (first,) = training(talk, run, "h1")
     allocation = run.allocations[first.hello.token]
     first.end(None, signal=9)
-    agent_gone(talk.turn, run, allocation, "h1", "Slurm has requeued its job")
+    note_agent_end(talk.turn, run, allocation, "h1", "Slurm has requeued its job")
     begin_again(allocation, talk.now)
     again = talk.play(run, allocation, "h1", job_id="job-h1", process="again").greet()
     assert first.node in run.roster.nodes
@@ -379,10 +379,10 @@ def test_an_agent_that_was_given_up_is_told_to_end(
 ) -> None:
     """It was taken for gone, and then is there after all: its job must not go on."""
     agent = talk.play(run, allocation).greet()
-    agent_gone(talk.turn, run, allocation, "h1", "its job ended")
+    note_agent_end(talk.turn, run, allocation, "h1", "its job ended")
     allocation.end_code = end_code
     assert not allocation.live
-    assert talk.book.allowed(allocation.public_key), "its agent cannot be told"
+    assert talk.book.is_allowed(allocation.public_key), "its agent cannot be told"
     assert talk.book.paths.run(run.id).key(allocation.token).exists()
     code = Exit.NO_RESTART if end_code is None else end_code
     agent.beat()
@@ -412,7 +412,7 @@ def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_w
         talk.pass_s(0.1)
         assert wanted() == boot + 1
     texts = talk.texts("restart")
-    assert [text.rpartition(" on h1 ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
+    assert [text.rpartition(" restarted ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
     agent.start_again(4).end(None, signal=9)
     allocation = run.allocations[agent.hello.token]
     assert (allocation.agents["h1"].again_at, allocation.end_code) == (talk.now + 8.0, None)

@@ -10,14 +10,14 @@ from fallow.config import Checkpoint, Config
 from fallow.core.protocol import Setup
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
-from fallow.head.state.book import Book
+from fallow.head.state.registry import Registry
 from fallow.head.state.stored import RunRecord, StoredRun
 from fallow.model import AllocationKind, FallowError
 from runs import new_book, new_run, train
 from talk import Talk
 
 
-def book(folder: Path, path: Path | None) -> Book:
+def book(folder: Path, path: Path | None) -> Registry:
     return new_book(folder, Config(checkpoint=Checkpoint(path=None if path is None else str(path))))
 
 

@@ -18,7 +18,7 @@ from fallow.head.api.views import run_view
 from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import RunRecord
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.sim.types import Happening, Started
@@ -100,8 +100,8 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     assert len(_holes(site).died) == 20 + ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
     message = run_view(run, site.slurm.now, site.slurm.now).message
-    assert f"fallow resume {run.id}" in message and "before an agent of it had come to the head" in message
-    assert "jobs in a row came to nothing" in message and run.record.paused
+    assert f"fallow resume {run.id}" in message and "before its agent reached the head" in message
+    assert "jobs in a row failed to start training" in message and run.record.paused
     run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     await poll(site, nodes)
     assert not run.live_allocations(), "also with another head"
@@ -199,7 +199,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     run, other = site.run(nodes=3), site.run(nodes=1)
     await site.poll(times=3)
     node = await cancel(site, run)
-    assert (run.shunned, other.shunned) == ([node], [node])
+    assert (run.avoided_nodes, other.avoided_nodes) == ([node], [node])
     assert run.roster.failures.bars[node].until == pytest.approx(site.slurm.now + BAR_S)
     assert "somebody cancelled job" in run.barred[node]
     await site.poll(times=3)
@@ -208,7 +208,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     barred = {node, await cancel(site, run)}
     assert not run.record.paused
     barred.add(await cancel(site, run))
-    assert set(run.shunned) == barred
+    assert set(run.avoided_nodes) == barred
     assert "3 of its harvest jobs were cancelled by somebody within a day, the last: job" in run.record.paused
     assert f"fallow resume {run.id}" in run.record.paused
     assert not other.record.paused
@@ -217,7 +217,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     assert set(run.allocations) <= before, "nothing more is asked for"
     assert len(site.kinds("cancelled")) == 3
     Operations(site.book, site.harvest).resume(site.turn(), run.id)
-    assert (run.record.paused, run.shunned, run.record.cancelled) == ("", [], Cancels())
+    assert (run.record.paused, run.avoided_nodes, run.record.cancelled) == ("", [], Cancels())
     await site.poll()
     assert set(run.allocations) - before
 
@@ -234,7 +234,7 @@ async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_d
         site.slurm.engine.left(young.job_id or "", "CANCELLED")
         site.slurm.engine.drain(young.nodes if drained else [])
         await site.poll()
-    assert run.record.cancelled.barred == run.shunned == nodes[1:]
+    assert run.record.cancelled.barred == run.avoided_nodes == nodes[1:]
 
 
 async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:
@@ -242,20 +242,20 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     run = site.run(nodes=1)
     site.slurm.engine.arrive(job("7", site.slurm.now, 6, 86400.0, partition="scavenge"))
     await site.poll()
-    backoff = site.harvest.known.backoff
+    backoff = site.harvest.knowledge.backoff
     request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, request)
-    site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))
+    site.harvest.note_submission(site.turn(), run, request.token, await site.slurm.submit(made))
     await site.slurm.cancel([request.job_id or ""])
     await site.poll()
     assert not request.live
     assert backoff.until(run.asker, "scavenge") == pytest.approx(site.slurm.now + FIRST_S)
-    assert run.shunned == []
+    assert run.avoided_nodes == []
     # One that we withdraw ourselves says nothing.
     again = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, again)
     turn = site.turn()
-    site.harvest.submitted(turn, run, again.token, await site.slurm.submit(made))
+    site.harvest.note_submission(turn, run, again.token, await site.slurm.submit(made))
     turn.cancel(run, again, "not needed")
     await site.slurm.cancel([str(again.job_id)])
     await site.poll()

@@ -26,7 +26,7 @@ from fallow.head.peers import throughput
 from fallow.head.slurm import accounts, harvest
 from fallow.head.slurm.gains import gains
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import RunRecord
 from fallow.model import (
     AllocationKind,
@@ -86,7 +86,7 @@ class Desk:
             dirty = dirty or run.id in turn.dirty
             turn = self.turn()
             for member in members:
-                throughput.heard(turn, run, member)
+                throughput.observe(turn, run, member)
             dirty = dirty or run.id in turn.dirty
         return step, dirty
 
@@ -180,7 +180,7 @@ def test_a_run_learns_from_runs_of_its_script_that_have_ended(desk: Desk) -> Non
     ended.record.curve.seen[2] = Seen(step_s=1.0, weight_s=60.0, at=NOW)
     ended.root.status = RunStatus.FINISHED
     ended.allocations.clear()
-    desk.book.rest(ended)
+    desk.book.retire(ended)
     fresh, other = desk.run("fresh"), desk.run("other", script=f"{SCRIPT}# another\n")
     found = gains(desk.book.runs.values(), NOW, 30.0)
     assert found.keys() == {fresh.id, other.id}
@@ -268,7 +268,7 @@ class Slurm:
         self.harvest.polled(turn, state, SITE)
         for run_id, token in turn.submissions:
             self.jobs += 1
-            self.harvest.submitted(turn, self.desk.book.runs[run_id], token, str(100 + self.jobs))
+            self.harvest.note_submission(turn, self.desk.book.runs[run_id], token, str(100 + self.jobs))
         return turn
 
     def request(self, run: Run, allocation: Allocation) -> JobRequest:
@@ -353,7 +353,7 @@ def test_an_error_in_the_plan_of_one_run_costs_no_other_run_its_turn(
     turn = slurm.poll()
     if step == "give_all_back":
         turn = desk.turn()
-        slurm.harvest.switch(turn, "stopped")
+        slurm.harvest.set_stop_reason(turn, "stopped")
         assert {run for run, *_ in turn.cancels} == {good.id}
     else:
         assert good.id in {run for run, _ in turn.submissions}
@@ -389,16 +389,18 @@ def test_nodes_of_normal_priority_are_asked_for_for_no_longer_than_slurm_takes_t
     run.root.contract = msgspec.structs.replace(run.root.contract, total_steps=10_000)
     base(desk, run).limit_s = 36_000.0
     desk.train(run, 100.0, 4.0)
-    submitted, asked = slurm.harvest.submitted, list[int]()
+    submitted, asked = slurm.harvest.note_submission, list[int]()
 
     def answer(turn: Turn, run: Run, token: str, job_id: str) -> None:
         asked.append(run.allocations[token].minutes or 0)
         if asked[-1] > most_min:
-            slurm.harvest.refused(turn, run, token, "Requested time limit is invalid (missing or exceeds some limit)")
+            slurm.harvest.note_refusal(
+                turn, run, token, "Requested time limit is invalid (missing or exceeds some limit)"
+            )
         else:
             submitted(turn, run, token, job_id)
 
-    slurm.harvest.submitted = answer  # type: ignore[method-assign]
+    slurm.harvest.note_submission = answer  # type: ignore[method-assign]
     for _ in range(20):
         slurm.poll()
     refused = [minutes for minutes in asked if minutes > most_min]

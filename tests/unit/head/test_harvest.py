@@ -18,12 +18,12 @@ from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.planning.rules import AHEAD, HarvestRules
 from fallow.head.api.views import node_views
-from fallow.head.loop.inbox import Inbox, Item, Work, tell
+from fallow.head.loop.inbox import Inbox, Item, Work, resolve
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import EXPERIENCE, Harvest
 from fallow.head.slurm.jobs import take_in
-from fallow.head.state.book import ordered
+from fallow.head.state.registry import ordered
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -132,7 +132,7 @@ async def test_a_run_pauses_only_when_it_is_refused_wherever_it_may_go(tmp_path:
     for each, name in enumerate(["physics"] * 4 + ["open"]):
         assert run.record.harvest_paused == ""
         request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition=name)
-        site.harvest.refused(site.turn(), run, request.token, "User's group not permitted to use this partition")
+        site.harvest.note_refusal(site.turn(), run, request.token, "User's group not permitted to use this partition")
         site.slurm.advance(FIRST_S * 2**each)
     assert "refused 3 submissions in a row: User's group" in run.record.harvest_paused
 
@@ -155,13 +155,13 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     await site.poll(200.0)
     second.active_at = site.slurm.now
     await site.poll(1.0)
-    assert site.harvest.known.experience.starts == [], "it waited for the old one; that is no start"
+    assert site.harvest.knowledge.experience.starts == [], "it waited for the old one; that is no start"
     assert run.live_allocations() == [second] and run.record.next_allocation == 2
 
 
 def test_a_note_that_cannot_be_read_is_forgotten(site: Site) -> None:
     site.harvest.recall({EXPERIENCE: b"\xc1 nonsense"})
-    assert site.harvest.known.experience.starts == []
+    assert site.harvest.knowledge.experience.starts == []
 
 
 def shared(tier: int = 1, **more: object) -> PartitionInfo:
@@ -186,7 +186,7 @@ async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preem
     await site.poll(times=2)
     assert run.live_allocations() == []
     assert site.harvest.example(run) == (
-        "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
+        "no partition lets others' jobs preempt ours; see allow_without_preemption under [harvest]"
     )
 
 
@@ -224,7 +224,7 @@ class Loop:
         assert isinstance(item, Work)
         outcome = item.act(turn)
         if item.answer is not None:
-            tell(item.answer, outcome)
+            resolve(item.answer, outcome)
         for run, token in turn.submissions:
             self.calls.submit(run, token)
         return turn
@@ -355,7 +355,7 @@ async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> No
     example = site.harvest.example(run)
     assert isinstance(example, Allocation) and (example.partition, example.minutes) == ("scavenge", 2)
     run.spec.harvest_partitions.append("elsewhere")
-    assert site.harvest.example(run) == "it may use none of the partitions that are harvested: scavenge"
+    assert site.harvest.example(run) == "the run may use none of the harvested partitions: scavenge"
 
 
 async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def rules(
     harvest = Harvest(Config(harvest=HarvestSection(**limits)))  # type: ignore[arg-type]
     harvest.interval_s = every_s
     if fallen_idle:
-        harvest.known.experience.came(fallen_idle, 0.0)
+        harvest.knowledge.experience.came(fallen_idle, 0.0)
     return harvest.rules(at, site)
 
 
@@ -437,7 +437,7 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     assert text.endswith("job 9 of bob waits for AssocGrpNodeLimit")
     await site.poll(1.0, times=3)
     assert len(run.live_allocations()) == 1, "one node is enough, and none is asked for in its place"
-    assert site.kinds("limit") == ["nothing is asked for: job 9 of bob waits for AssocGrpNodeLimit"]
+    assert site.kinds("limit") == ["no nodes are requested: job 9 of bob waits for AssocGrpNodeLimit"]
     site.slurm.others = []
     await site.poll(times=2)
     assert len(run.live_allocations()) == 2

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from fallow.core.membership.messages import Report
 from fallow.core.protocol import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
-from fallow.head.loop.inbox import Heard, Inbox, Tick
+from fallow.head.loop.inbox import AgentMessage, Inbox, Tick
 
 
 def beat(step: int) -> Beat:
     return Beat(report=Report(node=1, boot=1, seq=step, term=0, edition=0, step=step))
 
 
-def heard(peer: str, message: FromAgent | None = None) -> Heard:
-    return Heard(peer, message or Beat(), 0.0)
+def heard(peer: str, message: FromAgent | None = None) -> AgentMessage:
+    return AgentMessage(peer, message or Beat(), 0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans()) | st.none()))
@@ -26,7 +26,7 @@ def test_of_each_peer_all_is_heard_in_order_but_beats_that_a_later_one_follows(
     steps: list[tuple[str, bool] | None],
 ) -> None:
     """None: an item is taken. Every message bears its number."""
-    inbox, taken, waiting = Inbox(), list[Heard](), list[Heard]()
+    inbox, taken, waiting = Inbox(), list[AgentMessage](), list[AgentMessage]()
     expected: dict[str, list[FromAgent]] = {"a": [], "b": []}
     for number, step in enumerate(steps):
         if step is None:

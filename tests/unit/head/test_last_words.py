@@ -85,7 +85,7 @@ class Scene:
             "members": (run.roster.members, run.root.status, run.root.message),
             "node": known if known is None else (known.phase, known.proved_gone, known.exited, known.seat),
             "allocation": (gone.state, gone.hosts, gone.settled, gone.slurm_state, gone.elected),
-            "may speak": self.talk.book.allowed(gone.public_key),
+            "may speak": self.talk.book.is_allowed(gone.public_key),
             "blame": (run.failures, run.record.cancelled, run.record.base_wanted, run.roster.failures.failures),
             "asks": awaits_verdict(gone, self.talk.now),
             "scancel": self.talk.turn.cancels,

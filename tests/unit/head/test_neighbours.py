@@ -23,8 +23,8 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm import jobs
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import sweep, take_in
-from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
-from fallow.head.state.book import Book, Run
+from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, enforce_departure, give_back
+from fallow.head.state.registry import Registry, Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunSpec, RunStatus
 
 from runs import NOW, new_book  # isort: skip
@@ -34,23 +34,23 @@ SITE = ClusterConfig(cluster="c", slurm_version="22.05.8", priority_type="priori
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Book:
+def book(tmp_path: Path) -> Registry:
     return new_book(tmp_path)
 
 
 @pytest.fixture
-def run(book: Book) -> Run:
+def run(book: Registry) -> Run:
     return book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, NOW)
 
 
-def held(book: Book, run: Run, *, agents: bool = True) -> Allocation:
+def held(book: Registry, run: Run, *, agents: bool = True) -> Allocation:
     found = book.new_allocation(run, AllocationKind.HARVEST, NOW - 60, partition="p")
     found.state, found.job_id, found.nodes, found.start_at = AllocationState.RUNNING, "7", ["n1"], NOW - 50
     found.agents = {"n1": Agent()} if agents else {}
     return found
 
 
-def turn(book: Book, now: float = NOW) -> Turn:
+def turn(book: Registry, now: float = NOW) -> Turn:
     return Turn(book, now - NOW, now)
 
 
@@ -60,7 +60,7 @@ def cluster(run: Run, waiting: bool, at: float = NOW) -> ClusterState:
     return poll_of([node("n1", "ALLOCATED")], [*jobs, *others], at=at)
 
 
-def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Run) -> None:
+def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Registry, run: Run) -> None:
     """Who came at the same time may have counted on it, too, and preempts nobody else for a while."""
     harvest = Harvest(CONFIG)
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
@@ -78,7 +78,7 @@ def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Ru
     [("n1", False, 30.0), ("n2", False, 5.0), ("", False, 30.0), ("", True, 5.0)],
 )
 def test_we_watch_over_nodes_that_nobody_takes_back_in_a_partition_that_preempts(
-    book: Book, run: Run, node_name: str, allow: bool, interval_s: float
+    book: Registry, run: Run, node_name: str, allow: bool, interval_s: float
 ) -> None:
     low = partition("p", ["n1", "n2"], preempt_mode="CANCEL", unpreempted=frozenset(["n2"]))
     held(book, run).nodes = [node_name] if node_name else []
@@ -87,7 +87,7 @@ def test_we_watch_over_nodes_that_nobody_takes_back_in_a_partition_that_preempts
     assert known.interval_s(book) == interval_s
 
 
-def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
+def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Registry, run: Run) -> None:
     harvest = Harvest(CONFIG)
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
 
@@ -101,7 +101,7 @@ def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us
     assert after(0, 400.0) == 50.0
 
 
-def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book: Book, run: Run) -> None:
+def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book: Registry, run: Run) -> None:
     """At 60 s a step, members that leave at the boundary would keep a node for a minute."""
     allocation, neighbours = held(book, run), Neighbours(CONFIG)
     turn(book, NOW - 20).release_allocation(run, allocation, "the run gains nothing from it")
@@ -110,30 +110,30 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
     assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
     early, ended, last = (turn(book, NOW + s) for s in (LEAVE_S - 0.1, LEAVE_S, LEAVE_S + END_S))
-    hurry(early, run, allocation)
+    enforce_departure(early, run, allocation)
     assert not early.messages
-    hurry(ended, run, allocation)
+    enforce_departure(ended, run, allocation)
     assert [message.kill_after_s for _, message in ended.messages if isinstance(message, EndAgent)] == [0.0]
     assert not ended.cancels
-    hurry(last, run, allocation)
+    enforce_departure(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
     again, later = (turn(book, last.now + s) for s in (CANCEL_AGAIN_S - 0.1, CANCEL_AGAIN_S))
-    hurry(again, run, allocation)
-    hurry(later, run, allocation)
+    enforce_departure(again, run, allocation)
+    enforce_departure(later, run, allocation)
     assert (again.cancels, later.cancels) == ([], last.cancels), "a scancel may fail"
     idle = held(book, run, agents=False)
     give_back(last, run, idle, "somebody waits")
     assert last.cancels[1:] == [(run.id, idle.token, "7")], "its script has not come far: at once"
 
 
-def test_a_clock_that_is_set_back_holds_up_no_end_of_a_job(book: Book, run: Run) -> None:
+def test_a_clock_that_is_set_back_holds_up_no_end_of_a_job(book: Registry, run: Run) -> None:
     """What was cancelled, and is still there, was left alone until the clock had caught up."""
     back_s = 7200.0
     allocation = held(book, run)
     give_back(turn(book), run, allocation, "somebody waits")
     for after_s, ends in ((0.0, True), (LEAVE_S, False), (LEAVE_S + END_S, False)):
         now = turn(book, NOW - back_s + after_s)
-        hurry(now, run, allocation)
+        enforce_departure(now, run, allocation)
         assert any(isinstance(message, EndAgent) for _, message in now.messages) is ends
     assert now.cancels == [(run.id, allocation.token, "7")]
     over = held(book, run)
@@ -150,7 +150,7 @@ def test_a_clock_that_is_set_back_holds_up_no_end_of_a_job(book: Book, run: Run)
     assert (run.id, waiting.token, "7") in now.cancels
 
 
-def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run) -> None:
+def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Registry, run: Run) -> None:
     allocation = held(book, run)
     over = turn(book, NOW + 1)
     over.apply(run, ev.Cancel(at=over.at, reason="by hand"))
@@ -162,7 +162,7 @@ def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run)
     assert (early.cancels, last.cancels) == ([], [(run.id, allocation.token, "7")])
 
 
-def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_waits(book: Book, run: Run) -> None:
+def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_waits(book: Registry, run: Run) -> None:
     allocation, neighbours = held(book, run), Neighbours(CONFIG)
     shown = cluster(run, True)
     turn(book, NOW - 6).release_allocation(run, allocation, "the run gains nothing from it")
@@ -180,7 +180,7 @@ def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_wai
     assert prompt.cancels == [(run.id, allocation.token, "7")]
 
 
-def test_an_orphan_is_cancelled_in_whatever_state_it_lives(book: Book, run: Run) -> None:
+def test_an_orphan_is_cancelled_in_whatever_state_it_lives(book: Registry, run: Run) -> None:
     allocation = held(book, run)
     book.end_allocation(run, allocation, "its agents are gone")
     living = "PENDING RUNNING SUSPENDED CONFIGURING STOPPED RESIZING REQUEUED REQUEUE_HOLD SPECIAL_EXIT SIGNALING"
@@ -192,7 +192,7 @@ def test_an_orphan_is_cancelled_in_whatever_state_it_lives(book: Book, run: Run)
 
 
 @pytest.mark.parametrize("known", ["to the head", "in a file", "by its comment", "to nobody"])
-def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, known: str) -> None:
+def test_a_base_job_is_found_by_its_number_or_its_comment(book: Registry, run: Run, known: str) -> None:
     """A site's job_submit plugin writes comments of its own. The head may have been away while it was submitted."""
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
     comment = f"note {base.token}" if known == "by its comment" else f"{base.token};project=x"
@@ -223,7 +223,7 @@ def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, 
     assert not run.ended
 
 
-def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
+def test_delays_are_told_and_kept(book: Registry, run: Run) -> None:
     neighbours, allocation = Neighbours(CONFIG), held(book, run)
     seen = turn(book)
     neighbours.polled(seen, cluster(run, True), SITE)
@@ -252,7 +252,7 @@ def test_delays_of_an_older_head_are_read() -> None:
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("whose", ["theirs", "theirs, given up", "the head's"])
 def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
-    book: Book, run: Run, whose: str, marked: bool
+    book: Registry, run: Run, whose: str, marked: bool
 ) -> None:
     """Slurm had not shown it for so long that it was lost. Args: marked: its comment is as it was."""
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
@@ -284,7 +284,7 @@ def test_nodes_are_shared_or_not_for_us_as_for_others() -> None:
     assert site_rules(UNKNOWN).whole_nodes
 
 
-def test_refusals_are_told_once(book: Book, run: Run) -> None:
+def test_refusals_are_told_once(book: Registry, run: Run) -> None:
     neighbours = Neighbours(CONFIG)
     held(book, run)
     secretive = ClusterConfig(cluster="c", slurm_version="22.05.8", private_data=["jobs"])
@@ -298,7 +298,7 @@ def test_refusals_are_told_once(book: Book, run: Run) -> None:
     ]
     wanted_elsewhere = Neighbours(Config())
     wanted_elsewhere.polled(turn(book), cluster(run, False), secretive)
-    assert wanted_elsewhere.refused == {}
+    assert wanted_elsewhere.refused_partitions == {}
     allowed = Neighbours(msgspec.structs.replace(CONFIG, site=Site(harvest_unseen=True)))
     allowed.polled(turn(book), cluster(run, False), secretive)
-    assert allowed.refused == {}
+    assert allowed.refused_partitions == {}

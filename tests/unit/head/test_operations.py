@@ -17,10 +17,10 @@ from fallow.core.training.restarts import EVERY_S
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
-from fallow.head.slurm.demands import demand, left_s
+from fallow.head.slurm.demands import budget_left_node_s, demand
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import give_up_queued
-from fallow.head.state import book
+from fallow.head.state import registry
 from fallow.head.state.stored import RunRecord
 from fallow.model import (
     AllocationKind,
@@ -73,9 +73,9 @@ def test_every_job_name_makes_a_run(desk: Desk, name: str, begins: str) -> None:
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE, AllocationState.RELEASING)
     assert demand(desk.run, {}, NOW, asks=True).nodes == 3, "none in the place of a base job that comes again"
-    desk.run.held_back = "the budget does not allow for it"
+    desk.run.base_hold_reason = "the budget does not allow for it"
     assert demand(desk.run, {}, NOW, asks=True).nodes == 4
-    base.state, base.nodes, desk.run.held_back = AllocationState.RUNNING, ["n1"], ""
+    base.state, base.nodes, desk.run.base_hold_reason = AllocationState.RUNNING, ["n1"], ""
     running, pending = desk.hold(), desk.hold(state=AllocationState.PENDING)
     unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
     queued = desk.hold(state=AllocationState.UNKNOWN)
@@ -107,7 +107,7 @@ def test_a_run_whose_script_is_restarted_takes_what_that_pays_for_and_says_why_a
     usual = demand(desk.run, {}, NOW, asks=True)
     desk.train("h1", restarts=True)
     assert demand(desk.run, {}, NOW, asks=True).min_minutes > EVERY_S / 60 > usual.min_minutes
-    with pytest.raises(FallowError, match="the script alone decides"):
+    with pytest.raises(FallowError, match="only when its script does"):
         desk.do("checkpoint")
     turn = desk.turn()
     desk.nodes.ready(turn, desk.nodes.come(turn, desk.hold(), "h2"))
@@ -129,7 +129,7 @@ def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(d
     desk.poll()
     assert (run.root.status, run.root.message) == (
         RunStatus.FAILED,
-        "Slurm never had its job, as its answers show; submit it again",
+        "Slurm never had its job; submit the run again",
     )
 
 
@@ -144,7 +144,7 @@ def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk, has
     if has_trained:
         assert desk.run.record.base_wanted
     else:
-        forgotten = f"Slurm took job {base.job_id} and has forgotten it; submit it again"
+        forgotten = f"Slurm accepted job {base.job_id} and has forgotten it; submit the run again"
         assert (desk.run.root.status, desk.run.root.message) == (RunStatus.FAILED, forgotten)
 
 
@@ -279,7 +279,7 @@ def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
         # Two on their way together count as one.
         for _ in range(2):
             allocation = desk.hold(state=AllocationState.UNKNOWN, partition="p")
-            desk.harvest.refused(desk.turn(), desk.run, allocation.token, "Invalid feature specification")
+            desk.harvest.note_refusal(desk.turn(), desk.run, allocation.token, "Invalid feature specification")
         desk.at += FIRST_S * 2**each
     assert "Invalid feature specification" in run_view(desk.run, 0.0, NOW).message
     desk.run.record.fruitless.in_a_row = 5
@@ -328,7 +328,7 @@ def test_released_members_leave_and_nobody_takes_their_place(desk: Desk) -> None
 
 
 def test_a_checkpoint_by_hand_is_asked_for_until_all_have_heard(desk: Desk) -> None:
-    with pytest.raises(FallowError, match="no member that could write one"):
+    with pytest.raises(FallowError, match="no member that could write a checkpoint"):
         desk.do("checkpoint")
     desk.train("h1")
     for asked in (1, 2):
@@ -341,7 +341,7 @@ def test_a_run_goes_back_to_a_usable_checkpoint_only(desk: Desk) -> None:
     turn = desk.turn()
     for step in (10, 20):
         desk.nodes.say(turn, node, step=step, saved=Checkpoint(path=f"/c/{step}", generation=1, step=step))
-    with pytest.raises(FallowError, match="no usable checkpoint of step 15; there are those of 10, 20"):
+    with pytest.raises(FallowError, match="no usable checkpoint of step 15; usable: 10, 20"):
         desk.do("rollback", step=15)
     desk.do("rollback", step=10)
     desk.nodes.settle(turn)
@@ -354,9 +354,9 @@ def test_a_run_goes_back_to_a_usable_checkpoint_only(desk: Desk) -> None:
     [
         ((), "pause", "nobody", Exit.NOINPUT, "run nobody: no such run; `fallow status` lists them"),
         ((), "pause", "one\ntwo\x1b[2J", Exit.NOINPUT, r"run 'one\ntwo\x1b[2J': no such run; "),
-        (("pause",), "pause", "train", Exit.USAGE, "it is paused already; to go on: fallow resume train-"),
-        (("pause", "resume"), "resume", "train", Exit.USAGE, "it is not paused"),
-        (("pause", "cancel"), "resume", "train", Exit.USAGE, "it is cancelled"),
+        (("pause",), "pause", "train", Exit.USAGE, " is paused already; to go on: fallow resume train-"),
+        (("pause", "resume"), "resume", "train", Exit.USAGE, " is not paused"),
+        (("pause", "cancel"), "resume", "train", Exit.USAGE, " is cancelled"),
     ],
 )
 def test_careless_use(desk: Desk, before: tuple[str, ...], method: str, run: str, code: Exit, words: str) -> None:
@@ -375,7 +375,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     desk.hold()
-    monkeypatch.setattr(book, "write_struct", full)
+    monkeypatch.setattr(registry, "write_struct", full)
     spec = RunSpec(run="", name="late", min_nodes=1, max_nodes=2)
     before, allocations = set(desk.book.runs), set(desk.run.allocations)
     turn = desk.turn()
@@ -406,12 +406,12 @@ def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> No
 
 def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=1.0)
-    desk.harvest.switch(desk.turn(), "nothing is harvested")
+    desk.harvest.set_stop_reason(desk.turn(), "nothing is harvested")
     base = desk.hold(AllocationKind.BASE)
     base.limit_s = 7200.0
     base.state = AllocationState.ENDED
     first, second = base_jobs(desk), base_jobs(desk)
-    text = "the base job is not submitted again: 1 node-hours are left and it needs 2"
+    text = "the base job is not submitted again: 1 node-hours are left and the job needs 2"
     assert (first, second) == (([], [text]), ([], [])), "said once"
     base.limit_s = 1800.0
     ((renewed,), _) = base_jobs(desk)
@@ -420,10 +420,13 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
 
 def test_a_base_job_counts_with_all_the_nodes_that_its_script_asks_for(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=2.0, sbatch_options=["--nodes=2", ":", "--nodes=1"])
-    desk.harvest.switch(desk.turn(), "nothing is harvested")
+    desk.harvest.set_stop_reason(desk.turn(), "nothing is harvested")
     base = desk.hold(AllocationKind.BASE)
     base.limit_s, base.state = 3600.0, AllocationState.ENDED
-    assert base_jobs(desk) == ([], ["the base job is not submitted again: 2 node-hours are left and it needs 3"])
+    assert base_jobs(desk) == (
+        [],
+        ["the base job is not submitted again: 2 node-hours are left and the job needs 3"],
+    )
     base.limit_s = 1800.0
     ((renewed,), _) = base_jobs(desk)
     assert renewed.nodes_wanted == 3
@@ -442,7 +445,7 @@ def test_a_base_job_whose_time_limit_is_lifted_leaves_the_plan_whole(tmp_path: P
     other.record.next_allocation, other.allocations = 0, {}
     turn = desk.poll(msgspec.structs.replace(desk.job(base), time_limit_s=None, end_at=None))
     assert turn.failures == [] and [run for run, _ in turn.submissions] == [other.id]
-    assert left_s(desk.run, NOW + desk.at) == -math.inf
+    assert budget_left_node_s(desk.run, NOW + desk.at) == -math.inf
 
 
 def base_jobs(desk: Desk) -> tuple[list[Allocation], list[str]]:
@@ -459,32 +462,32 @@ def test_a_base_job_for_which_the_limit_leaves_no_place_is_not_submitted_again(d
     desk.train("h1")
     desk.run.root.limit, base.state = 1, AllocationState.ENDED
     (none, (text,)) = base_jobs(desk)
-    assert none == [] and "the limit of 1 node leaves no place for it" in text
+    assert none == [] and "the limit of 1 node has no place for it" in text
     desk.run.root.limit = 2
     assert len(base_jobs(desk)[0]) == 1
 
 
 def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_and_longer_pauses(desk: Desk) -> None:
-    desk.harvest.switch(desk.turn(), "nothing is harvested")
+    desk.harvest.set_stop_reason(desk.turn(), "nothing is harvested")
     desk.hold(AllocationKind.BASE).state = AllocationState.ENDED
     asked_at = []
     for _ in range(int(7200.0 / POLL_S)):
         for base in base_jobs(desk)[0]:
             asked_at.append(desk.at)
             desk.harvest.send(desk.turn(), desk.run, base.token)
-            desk.harvest.refused(desk.turn(), desk.run, base.token, "Requested time limit is invalid")
+            desk.harvest.note_refusal(desk.turn(), desk.run, base.token, "Requested time limit is invalid")
     pauses = [after - before for before, after in pairwise(asked_at)]
     assert pauses == [FIRST_S * 2**n for n in range(6)]
-    text = "Slurm refused it; it is tried again within the hour: Requested time limit is invalid"
+    text = "Slurm refused it and the head tries again within the hour: Requested time limit is invalid"
     assert run_view(desk.run, 60.0, NOW).message == f"the base job is not submitted again: {text}"
     assert len(desk.run.allocations) < len(asked_at), "refused ones are dropped in time"
     assert desk.run.record.harvest_paused == ""
     desk.do("resume")
     (renewed,) = base_jobs(desk)[0]
     desk.harvest.send(desk.turn(), desk.run, renewed.token)
-    desk.harvest.submitted(desk.turn(), desk.run, renewed.token, "900")
-    assert desk.run.held_back == ""
-    desk.harvest.refused(desk.turn(), desk.run, renewed.token, "Requested time limit is invalid")
+    desk.harvest.note_submission(desk.turn(), desk.run, renewed.token, "900")
+    assert desk.run.base_hold_reason == ""
+    desk.harvest.note_refusal(desk.turn(), desk.run, renewed.token, "Requested time limit is invalid")
     desk.at += FIRST_S
     assert len(base_jobs(desk)[0]) == 1, "the pauses begin anew after one that Slurm took"
 
@@ -504,9 +507,9 @@ def test_a_restarted_head_goes_on_with_the_pauses_of_a_base_job_that_slurm_refus
         turn, base = desk.turn(), desk.run.bases[-1]
         desk.harvest.send(turn, desk.run, base.token)
         if is_refused:
-            desk.harvest.refused(turn, desk.run, base.token, "Invalid qos specification")
+            desk.harvest.note_refusal(turn, desk.run, base.token, "Invalid qos specification")
         else:
-            desk.harvest.submitted(turn, desk.run, base.token, "900")
+            desk.harvest.note_submission(turn, desk.run, base.token, "900")
         return turn
 
     assert base_jobs(desk)[0] != []
@@ -547,7 +550,7 @@ def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> N
     desk.poll(after_s=10_000.0)
     assert desk.run.allocations == {}
     desk.run.spec = msgspec.structs.replace(desk.run.spec, budget_node_hours=1.0)
-    assert left_s(desk.run, NOW) == 3600.0 - 70.0, "nor does a budget forget"
+    assert budget_left_node_s(desk.run, NOW) == 3600.0 - 70.0, "nor does a budget forget"
     for by, key in (("run", desk.run.id), ("project", "-"), ("day", "1970-01-12")):
         row, total = accounts.rows([desk.run], by, None, Usage(node_hour={"*": 36.0}), NOW + 20_000)
         assert (row.key, row.jobs, row.useless_jobs) == (key, 1, 0)

@@ -16,7 +16,7 @@ from fallow.head.api.reports import counted_report
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.slurm.accounts import KEEP_S
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -67,8 +67,8 @@ class Desk:
         """A tick, and when the files of an outdated run have been looked at, the next one."""
         turn = Turn(self.book, self.at, NOW)
         self.pruning.tick(turn)
-        if self.pruning.looking is not None:
-            wait([self.pruning.looking])
+        if self.pruning.scan is not None:
+            wait([self.pruning.scan])
             self.pruning.tick(turn)
         return turn
 
@@ -88,7 +88,7 @@ def test_the_head_removes_logs_and_ledgers_of_outdated_runs_one_at_a_time(desk: 
     first, second, third = desk.tick(), desk.tick(), desk.tick()
     assert desk.removed(first) == {f"{older.id}/logs", f"{older.id}/ledger"}
     assert desk.removed(second) == {f"{old.id}/logs", f"{old.id}/ledger"}
-    assert (third.removals, third.changing) == ([], False)
+    assert (third.removals, third.has_changes) == ([], False)
     assert first.dirty == {older.id}
     assert [record.kind for record in first.records] == ["prune"]
     assert len(desk.book.runs) == 4, "records stay, for checkpoints are left"
@@ -113,9 +113,9 @@ def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_p
     desk.run(1.0)
     for made in (tmp_path, scratch):
         made.mkdir(exist_ok=True)
-        assert not desk.tick().changing
+        assert not desk.tick().has_changes
         desk.at += EVERY_S
-    with pytest.raises(FallowError, match="cannot be looked into"):
+    with pytest.raises(FallowError, match="cannot be read"):
         desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id])
     (scratch / "other").mkdir()
     assert desk.tick().forgotten == [run]
@@ -133,7 +133,7 @@ def test_a_file_system_that_hangs_holds_up_no_tick(desk: Desk, monkeypatch: pyte
     for _ in range(3):
         turn = Turn(desk.book, desk.at, NOW)
         desk.pruning.tick(turn)
-        assert not turn.changing
+        assert not turn.has_changes
     answers.set()
     assert desk.tick().dirty == {run.id}
 
@@ -171,7 +171,7 @@ def test_by_hand_checkpoints_go_only_if_that_is_asked_for(desk: Desk) -> None:
     run = desk.run(40.0, checkpoint=True)
     turn = Turn(desk.book, 0.0, NOW)
     assert [one.run for one in desk.pruning.prune(turn, keep=0, dry_run=True)] == [run.id]
-    assert (turn.removals, turn.changing, run.record.pruned) == ([], False, False)
+    assert (turn.removals, turn.has_changes, run.record.pruned) == ([], False, False)
     (found,) = desk.pruning.prune(turn, runs=[run.id])
     assert found == Pruned(run=run.id, name="r", ended_at=NOW - 40 * DAY_S, checkpoints_kept=1)
     assert desk.removed(turn) == {f"{run.id}/logs", f"{run.id}/ledger"}
@@ -192,7 +192,7 @@ def test_a_run_that_goes_on_or_still_has_jobs_is_never_pruned(desk: Desk) -> Non
     with pytest.raises(FallowError, match=f"run {going.id} is waiting; only a run that has ended is pruned") as caught:
         desk.pruning.prune(turn, runs=[going.id])
     assert caught.value.code is Exit.USAGE
-    with pytest.raises(FallowError, match=f"run {ending.id[:-1]}: no run has this very name"):
+    with pytest.raises(FallowError, match=f"run {ending.id[:-1]}: no run has exactly this name"):
         desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[ending.id[:-1]])
     with pytest.raises(FallowError, match=f"run {ending.id} still has jobs"):
         desk.pruning.prune(turn, runs=[ending.id])

@@ -13,7 +13,7 @@ from fallow.head.api import views
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import throughput
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, MemberPhase
 from runs import NOW, Nodes, hold, new_book, new_run, train
 
@@ -99,7 +99,7 @@ def turn(tmp_path: Path) -> Turn:
 @pytest.fixture
 def nodes(turn: Turn) -> Nodes:
     """Four members: n0 on the base job's node h0, the others on harvested nodes."""
-    return train(turn, new_run(turn.book, max_nodes=4), HOSTS)
+    return train(turn, new_run(turn.registry, max_nodes=4), HOSTS)
 
 
 def go_on(turn: Turn, nodes: Nodes, slow: int | None, seconds: float) -> None:
@@ -113,7 +113,7 @@ def go_on(turn: Turn, nodes: Nodes, slow: int | None, seconds: float) -> None:
             number, after = node - 1, node % len(HOSTS)
             busy = 0.9 if slow in (number, after) else 0.02
             nodes.progress(node, busy_links={f"address of {HOSTS[after]}": busy})
-            throughput.heard(turn, run, node)
+            throughput.observe(turn, run, node)
 
 
 def leaving(nodes: Nodes) -> list[str]:
@@ -155,8 +155,8 @@ ENDPOINT = "tcp://10.77.0.3:4711"
 
 @pytest.fixture
 def run(turn: Turn) -> Run:
-    turn.book.endpoint = ENDPOINT
-    return new_run(turn.book, at=turn.at, now=turn.now)
+    turn.registry.endpoint = ENDPOINT
+    return new_run(turn.registry, at=turn.at, now=turn.now)
 
 
 def starts(turn: Turn, run: Run) -> Allocation:
@@ -173,14 +173,14 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     allocation = starts(turn, run)
     assert "no agent" not in tick(turn, run, 29.0)
     said = tick(turn, run, 11.0)
-    output = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
+    output = turn.registry.paths.run(run.id).logs / f"{allocation.token}.out"
     expected = (
-        f"job 12 runs on n3 since 40 s, no agent has come: check that n3 can reach {ENDPOINT} "
+        f"job 12 has run on n3 for 40 s and no agent has come: check that n3 can reach {ENDPOINT} "
         f"([head] address, [head] port, firewall); its output: {output}"
     )
     assert said == expected
     assert views.run_view(run, turn.at, turn.now).without_agent == [expected]
-    assert "since 55 s" in tick(turn, run, 15.0)
+    assert "for 55 s" in tick(turn, run, 15.0)
     assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
         ("network", expected)
     ]

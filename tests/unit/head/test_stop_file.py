@@ -37,7 +37,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     trains.state, trains.job_id, trains.sent_by = AllocationState.RUNNING, "3", slurm.now
     trains.agents = {"n1": Agent()}
     turn = site.turn()
-    harvest.switch(turn, WHY)
+    harvest.set_stop_reason(turn, WHY)
     assert not queued.live
     assert turn.cancels == [(run.id, pending.token, "2")]
     assert (trains.state, trains.reason) == (AllocationState.RELEASING, WHY)
@@ -51,7 +51,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     assert (run.id, late.token, "4") in stopped.cancels
     assert set(harvest.unused.values()) == {f"not harvested: {WHY}"}
     assert harvest.example(run) == WHY
-    harvest.switch(turn, "")
+    harvest.set_stop_reason(turn, "")
     assert (await poll()).submissions
 
 

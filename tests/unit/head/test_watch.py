@@ -16,7 +16,7 @@ from fallow.core.tokens import new_token
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.neighbours import Neighbours
-from fallow.head.state.book import Book
+from fallow.head.state.registry import Registry
 from fallow.model import AllocationKind, ClusterConfig, JobInfo
 
 POLL_S = 30.0
@@ -30,7 +30,7 @@ class Site:
         self.at, self.config = NOW - POLL_S, config
         self.nodes = [f"n{i}" for i in range(nodes)]
         wanted = Config(harvest=Harvest(allow_without_preemption=True))
-        self.watch, self.book = Neighbours(wanted), Book(Paths(Path(), Path()), wanted)
+        self.watch, self.book = Neighbours(wanted), Registry(Paths(Path(), Path()), wanted)
 
     def poll(self, jobs: Sequence[JobInfo], after_s: float = POLL_S) -> set[str]:
         """Take in a poll; return the nodes that are kept free."""

@@ -17,8 +17,8 @@ import pytest
 from fallow.agent.stand_in import RETRY_S, TURN_S, StandIn, head_environment
 from fallow.config import Config, HeadSection, Membership
 from fallow.files import Paths, private_dir, write_struct
-from fallow.head.main import former_config, main, serving_alone
-from fallow.head.state.lease import BEAT_S, VALID_S, WATCH_S, Lease, own_files
+from fallow.head.main import exclusive_lease, former_config, main
+from fallow.head.state.lease import BEAT_S, VALID_S, WATCH_S, Lease, copy_store_files
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.wire.address import FILES, allow_connections
 
@@ -194,7 +194,7 @@ def test_what_a_former_server_still_writes_does_not_count(tmp_path: Path) -> Non
     file = folder / "appendonly.aof.1.incr.aof"
     file.write_bytes(b"before")
     with open(file, "ab", buffering=0) as former:
-        own_files(tmp_path)
+        copy_store_files(tmp_path)
         former.write(b" after")
     assert file.read_bytes() == b"before"
     assert [path.name for path in folder.iterdir()] == [file.name]
@@ -311,10 +311,10 @@ def head_file(*, stand_in: bool) -> HeadFile:
 def test_a_head_that_starts_asks_a_stand_in_head_to_give_way_and_no_other(tmp_path: Path) -> None:
     paths = Paths(private_dir(tmp_path / "state"), private_dir(tmp_path / "run")).create()
     write_struct(paths.head_file, head_file(stand_in=False))
-    with serving_alone(paths):
+    with exclusive_lease(paths):
         with (
             pytest.raises(FallowError, match=rf"another head \(pid {os.getpid()} on ") as caught,
-            serving_alone(paths, wait_s=60.0),
+            exclusive_lease(paths, wait_s=60.0),
         ):
             pass
         assert caught.value.code is Exit.CANTCREAT, "systemd does not"
@@ -322,12 +322,12 @@ def test_a_head_that_starts_asks_a_stand_in_head_to_give_way_and_no_other(tmp_pa
         write_struct(paths.head_file, head_file(stand_in=True))
         with (
             pytest.raises(FallowError, match=r"stand-in head does not end") as caught,
-            serving_alone(paths, wait_s=1.0),
+            exclusive_lease(paths, wait_s=1.0),
         ):
             pass
         assert caught.value.code is Exit.TEMPFAIL, "systemd starts the head again"
         assert paths.head_wanted.exists()
-    with serving_alone(paths, wait_s=60.0):
+    with exclusive_lease(paths, wait_s=60.0):
         assert not paths.head_wanted.exists()
 
 

@@ -1,5 +1,5 @@
-"""What people and programs see of the head, and what they ask of it.
+"""The head's interface to people and programs.
 
-In: requests over the control socket (`handler`), carried out by `operations`. Out: views, reports and metrics, derived
-from the book and the last poll; and what ended runs have left, removed by count and age.
+In: requests over the control socket (`handler`), carried out by `operations`. Out: views and reports, derived from the
+registry and the last poll. `pruning` removes the files and records of old runs.
 """

@@ -1,4 +1,4 @@
-"""What the head shows and is asked: the control socket's handler."""
+"""The control socket's handler: checks requests, answers those that read, and queues those that change something."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book
+from fallow.head.state.registry import Registry
 from fallow.model import (
     EventRecord,
     Exit,
@@ -38,20 +38,20 @@ from fallow.model.bounds import Count, Name, Positive
 
 
 class ControlHandler:
-    """Reads the head's state at once; what would change something waits in the inbox for its turn.
+    """Answers control requests. Reading happens at once; a change waits in the inbox for its turn.
 
     Args:
-        operations: what may be changed.
-        book, durable, harvest, calls: what is shown.
-        inbox: of the head's loop.
-        faults: errors that nobody expected.
-        stand_in: an agent has started the head.
+        operations: the methods that change something.
+        registry, durable, harvest, calls: sources of answers.
+        inbox: queue of the head's loop.
+        faults: counts unexpected errors.
+        stand_in: True if an agent has started the head.
     """
 
     def __init__(
         self,
         operations: Operations,
-        book: Book,
+        registry: Registry,
         durable: Durable,
         harvest: Harvest,
         calls: SlurmCalls,
@@ -61,7 +61,7 @@ class ControlHandler:
         stand_in: bool = False,
     ) -> None:
         self._operations = operations
-        self._book = book
+        self._registry = registry
         self._durable = durable
         self._harvest = harvest
         self._calls = calls
@@ -71,7 +71,6 @@ class ControlHandler:
         self._started = steady()
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
-        """Answer one control request, in JSON."""
         params = check(method, params)
         try:
             return msgspec.Raw(msgspec.json.encode(await self._answer(method, params)))
@@ -79,7 +78,7 @@ class ControlHandler:
             raise
         except Exception as error:
             words = self._faults.note(f"request {method}", error)
-            text = f"{method}: the head could not carry this out ({words}); its log says more"
+            text = f"{method}: the head could not carry this out ({words}). See the head's log"
             raise FallowError(text, Exit.SOFTWARE) from error
 
     async def _answer(self, method: str, params: dict[str, Any]) -> Any:
@@ -87,7 +86,7 @@ class ControlHandler:
             return await getattr(self, method)(**params)
         run: str | None = None
         with contextlib.suppress(FallowError):
-            run = self._book.get(params.get("run", "")).id
+            run = self._registry.get(params.get("run", "")).id
 
         def carry_out(turn: Turn) -> Any:
             try:
@@ -97,27 +96,27 @@ class ControlHandler:
 
         return await self._inbox.ask(f"request {method}", carry_out, run)
 
-    # -- what is read; requests are checked by these signatures ----------------------------------------------------
+    # -- methods that read; their signatures define the parameters of requests -------------------------------------
 
     async def events(self, since: Count = 0, limit: Positive = 1000, run: Name | None = None) -> list[EventRecord]:
-        return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
+        return await self._durable.store.events(since, limit, None if run is None else self._registry.get(run).id)
 
     async def test_harvest(self, run: Name) -> str:
-        return await self._calls.test(self._book.get(run))
+        return await self._calls.test(self._registry.get(run))
 
     async def prospect(self, spec: RunSpec) -> Prospect:
-        return self._harvest.prospect(self._book, spec)
+        return self._harvest.prospect(self._registry, spec)
 
     async def report(self, run: Name) -> RunReport:
-        found, count = report_of(self._book, self._book.get(run))
-        return msgspec.structs.replace(found, samples=await asyncio.wrap_future(in_thread(count, "report")))
+        report, count = report_of(self._registry, self._registry.get(run))
+        return msgspec.structs.replace(report, samples=await asyncio.wrap_future(in_thread(count, "report")))
 
     async def usage(self, by: Name = "run", since: Name | None = None, run: Name | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):
-            raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
-        runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
+            raise FallowError(f"usage by {by[:32]!r} is unknown; choose run, project or day", Exit.USAGE)
+        runs = list(self._registry.runs.values()) if run is None else [self._registry.get(run)]
         now = steady()
-        prices, pruned = self._book.config.usage, self._book.pruned if run is None else None
+        prices, pruned = self._registry.config.usage, self._registry.pruned if run is None else None
         *rows, total = accounts.rows(runs, by, since, prices, now, pruned)
         return UsageReport(
             at=now,
@@ -131,16 +130,16 @@ class ControlHandler:
         )
 
     async def status(self, run: Name | None = None) -> Snapshot:
-        """The head and its runs, or one of them, as they are now."""
+        """Snapshot of the head and its runs, or of one run."""
         at = now = steady()
-        runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
+        runs = list(self._registry.runs.values()) if run is None else [self._registry.get(run)]
         calls, config = self._calls, self._calls.config
         live = [a for r in runs for a in r.live_allocations()]
         head = HeadView(
             version=__version__,
             host=os.uname().nodename,
             pid=os.getpid(),
-            term=self._book.term,
+            term=self._registry.term,
             uptime_s=at - self._started,
             cluster=None if config is None else config.cluster,
             slurm_version=None if config is None else config.slurm_version,
@@ -148,12 +147,12 @@ class ControlHandler:
             poll_age_s=None if calls.polled_at is None else at - calls.polled_at,
             poll_interval_s=calls.interval_s,
             polls=calls.polls,
-            endpoint=self._book.endpoint,
+            endpoint=self._registry.endpoint,
             others_delayed=self._harvest.neighbours.delays.report(now),
             stopped=self._harvest.stopped,
             store_problem=self._durable.problem,
             stand_in=self._stand_in,
-            not_harvested=self._harvest.neighbours.refused,
+            not_harvested=self._harvest.neighbours.refused_partitions,
             internal_errors=self._faults.view(),
             agents=sum(len(a.hosts) for a in live),
             workers=sum(r.roster.nodes[n].slots for r in runs if not r.ended for n in r.roster.present()),
@@ -172,36 +171,36 @@ READING = ("status", "events", "report", "test_harvest", "usage", "prospect")
 
 
 def parameters(call: Callable[..., Any]) -> type[msgspec.Struct]:
-    """What a request for this function must hold."""
+    """The struct of a request's parameters, derived from the signature of its function."""
     kinds = get_type_hints(call, include_extras=True)
     fields: list[Any] = []
-    for name, given in inspect.signature(call).parameters.items():
-        if name not in ("self", "turn"):  # those are the head's to give
-            default = () if given.default is given.empty else (given.default,)
+    for name, parameter in inspect.signature(call).parameters.items():
+        if name not in ("self", "turn"):  # the head supplies these
+            default = () if parameter.default is parameter.empty else (parameter.default,)
             fields.append((name, kinds[name], *default))
     return msgspec.defstruct(call.__name__, fields, bases=(Struct,), frozen=True, kw_only=True)
 
 
 METHODS = {name: parameters(getattr(ControlHandler, name)) for name in READING}
 METHODS |= {call.__name__: parameters(call) for call in CHANGING}
-"""Every method; another one is refused."""
+"""All control methods and their parameters."""
 
 
 def check(method: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of one request, each of its type and within its bounds; those left out have their defaults.
+    """Check the parameters of a request and fill in defaults.
 
     Raises:
-        FallowError: there is no such method; or a parameter is missing, unknown, of another type or out of bounds, and
-            the message names it.
+        FallowError: the method is unknown, or a parameter is missing, unknown, of a wrong type or out of bounds. The
+            message names the parameter.
     """
     if method not in METHODS:
-        text = f"this head knows no method {method[:64]!r}; its version may differ from ours"
+        text = f"this head has no method {method[:64]!r}; its version may differ from that of this command"
         raise FallowError(text, Exit.DATA)
     try:
-        given = msgspec.convert(params, METHODS[method])
+        request = msgspec.convert(params, METHODS[method])
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise FallowError(f"{method}: {_where(error)}", Exit.USAGE) from error
-    return {name: getattr(given, name) for name in given.__struct_fields__}
+    return {name: getattr(request, name) for name in request.__struct_fields__}
 
 
 def _where(error: Exception) -> str:

@@ -1,8 +1,8 @@
-"""What ended runs have left goes by count and age; checkpoints stay until somebody says so.
+"""Pruning: the head removes files and records of ended runs by count and age.
 
-Where a run has checkpoints, its logs and ledgers go: they are most of the files. Its record, script and report stay
-with the checkpoints. Of a run without checkpoints everything goes. What it used stays in sums (`head.state.stored`).
-The head does this by itself, and `fallow prune` at once.
+If a run has checkpoints, only its logs and ledgers are removed. Its record, script, report and checkpoints stay until
+somebody gives the checkpoints up. Without checkpoints, everything is removed. The usage of pruned runs stays in sums
+(`head.state.stored`). The head prunes every `EVERY_S`; `fallow prune` does so at once.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from fallow.files import read_struct, write_struct
 from fallow.head.api.reports import report_of
 from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from fallow.model import Exit, FallowError, RunReport, SampleReport
 from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import shown
@@ -28,40 +28,40 @@ from fallow.text import shown
 log = structlog.get_logger("fallow.head")
 
 EVERY_S = 3600.0
-"""So often the head looks for outdated runs. It takes one after the other: counting a run's samples takes a while."""
+"""Interval at which the head looks for outdated runs. It prunes one run after another: counting samples is slow."""
 DAY_S = 86_400.0
 
 
 class Pruning:
-    """Removes what ended runs have left, as the configuration's `settings` say."""
+    """Removes files and records of ended runs. `settings`: section of the configuration."""
 
     def __init__(self, settings: Prune) -> None:
         self._settings = settings
-        self._look_at = 0.0
+        self._next_look_at = 0.0
         self._outdated: deque[str] = deque()
         self._run = ""
-        self.looking: Future[int | None] | None = None
-        "beside the main loop, at what an outdated run has left; see `_prepare_look`"
+        self.scan: Future[int | None] | None = None
+        "scan of an outdated run's files that is under way (`_prepare_scan`)"
 
     def tick(self, turn: Turn) -> None:
-        """Prune the outdated run whose files have been looked at, if there is one, and have those of another looked at.
+        """Prune the outdated run whose scan has ended, and start the scan of the next one.
 
-        The file system with its checkpoints may hang for hours.
+        Scans run in a thread: the file system with the checkpoints may hang for hours.
         """
-        if self.looking is not None:
-            if not self.looking.done():
+        if self.scan is not None:
+            if not self.scan.done():
                 return
-            looked, self.looking = self.looking, None
-            run = turn.book.runs.get(self._run)
+            finished_scan, self.scan = self.scan, None
+            run = turn.registry.runs.get(self._run)
             if run is not None and _is_over(run):
-                self._prune(turn, run, looked.result(), dry_run=False)
-        if not self._outdated and turn.at >= self._look_at:
-            self._look_at = turn.at + EVERY_S
+                self._prune(turn, run, finished_scan.result(), dry_run=False)
+        if not self._outdated and turn.at >= self._next_look_at:
+            self._next_look_at = turn.at + EVERY_S
             older_than_s = self._settings.older_than_days * DAY_S
-            self._outdated.extend(outdated(_ended(turn.book), turn.now, self._settings.keep, older_than_s))
-        run = turn.book.runs.get(self._outdated.popleft()) if self._outdated else None
+            self._outdated.extend(outdated(_end_times(turn.registry), turn.now, self._settings.keep, older_than_s))
+        run = turn.registry.runs.get(self._outdated.popleft()) if self._outdated else None
         if run is not None and _is_over(run):
-            self._run, self.looking = run.id, in_thread(_prepare_look(turn.book, run), "prune")
+            self._run, self.scan = run.id, in_thread(_prepare_scan(turn.registry, run), "prune")
 
     def prune(
         self,
@@ -72,25 +72,39 @@ class Pruning:
         checkpoints: bool = False,
         dry_run: bool = False,
     ) -> list[Pruned]:
-        """Prune runs that somebody names, or those that are outdated; returns what goes of each.
+        """Prune named runs, or those that are outdated. Return what is removed of each.
+
+        Args:
+            turn: takes the effects.
+            runs: names or ids; None: the outdated runs.
+            keep: number of the newest runs that stay; None: as configured.
+            older_than_s: age from which a run is outdated; None: as configured.
+            checkpoints: remove checkpoints, too.
+            dry_run: remove nothing.
 
         Raises:
             FallowError: a named run has not ended, or still has jobs.
         """
         if runs:
-            named = {run.id: run for run in (self._over(turn.book, name, checkpoints) for name in runs)}
-            chosen = list(named.values())
+            named_runs = {
+                run.id: run for run in (self._find_ended_run(turn.registry, name, checkpoints) for name in runs)
+            }
+            chosen_runs = list(named_runs.values())
         else:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
-            chosen = [turn.book.runs[name] for name in outdated(_ended(turn.book), turn.now, keep, older_than_s)]
-        looks = [_prepare_look(turn.book, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen]
-        pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen, looks, strict=True)]
-        return [found for found in pruned if found is not None]
+            chosen_runs = [
+                turn.registry.runs[name] for name in outdated(_end_times(turn.registry), turn.now, keep, older_than_s)
+            ]
+        looks = [
+            _prepare_scan(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen_runs
+        ]
+        pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen_runs, looks, strict=True)]
+        return [outcome for outcome in pruned if outcome is not None]
 
     @staticmethod
-    def _over(book: Book, name: str, checkpoints: bool) -> Run:
-        run = book.get(name, by_name=True)
+    def _find_ended_run(registry: Registry, name: str, checkpoints: bool) -> Run:
+        run = registry.get(name, by_name=True)
         if not run.ended:
             raise FallowError(
                 f"run {shown(run.id)} is {run.root.status}; only a run that has ended is pruned: "
@@ -99,31 +113,33 @@ class Pruning:
             )
         if not _is_over(run):
             raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
-        if not checkpoints and _prepare_look(book, run, keeps_report=False)() is None:
+        if not checkpoints and _prepare_scan(registry, run, keeps_report=False)() is None:
             raise FallowError(
-                f"run {shown(run.id)}: its checkpoint folder {book.checkpoint_folder(run)} cannot be looked into; make "
-                "it readable, or give the checkpoints up with --checkpoints",
+                f"run {shown(run.id)}: checkpoint folder {registry.checkpoint_folder(run)} cannot be read; "
+                "make the folder readable, or give the checkpoints up with --checkpoints",
                 Exit.TEMPFAIL,
             )
         return run
 
     @staticmethod
-    def _prune(turn: Turn, run: Run, kept: int | None, dry_run: bool) -> Pruned | None:
-        if kept is None or (run.record.pruned and kept):
+    def _prune(turn: Turn, run: Run, checkpoints_kept: int | None, dry_run: bool) -> Pruned | None:
+        if checkpoints_kept is None or (run.record.pruned and checkpoints_kept):
             return None
-        found = Pruned(run=run.id, name=run.spec.name, ended_at=run.record.ended_at or 0.0, checkpoints_kept=kept)
+        pruned = Pruned(
+            run=run.id, name=run.spec.name, ended_at=run.record.ended_at or 0.0, checkpoints_kept=checkpoints_kept
+        )
         if dry_run:
-            return found
-        paths = turn.book.paths.run(run.id)
-        if kept:
+            return pruned
+        paths = turn.registry.paths.run(run.id)
+        if checkpoints_kept:
             run.record.pruned = True
             turn.removals += [str(paths.logs), str(paths.ledger)]
             turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
-            return found
-        turn.removals += [str(turn.book.checkpoint_folder(run)), str(paths.root)]
+            return pruned
+        turn.removals += [str(turn.registry.checkpoint_folder(run)), str(paths.root)]
         turn.forget(run)
         turn.record(None, "prune", f"run {run.id}: its logs, ledgers and record are removed")
-        return found
+        return pruned
 
 
 def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s: float) -> list[str]:
@@ -132,37 +148,37 @@ def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s:
     Args:
         ended_at: run -> Unix time of its end, for every run that has ended.
         now: Unix time.
-        keep: so many of the newest stay, however old they are.
-        older_than_s: no run that ended later than that ago is pruned.
+        keep: number of the newest runs that stay, whatever their age.
+        older_than_s: time since its end from which a run is outdated.
     """
     newest_first = sorted(ended_at, key=lambda run: (-ended_at[run], run))
     return [run for run in reversed(newest_first[keep:]) if now - ended_at[run] >= older_than_s]
 
 
-def _prepare_look(
-    book: Book, run: Run, *, checkpoints: bool = False, keeps_report: bool = True
+def _prepare_scan(
+    registry: Registry, run: Run, *, checkpoints: bool = False, keeps_report: bool = True
 ) -> Callable[[], int | None]:
-    """Prepare to look at what a run has left. What is returned does that, and is for a thread.
+    """Prepare the scan of a run's files. The result is a function for a thread.
 
     Args:
-        book: with the run.
-        run: that is over.
-        checkpoints: these are given up.
-        keeps_report: where checkpoints stay, make sure that the report does.
+        registry: with the run.
+        run: an ended run.
+        checkpoints: True if the checkpoints are to be removed.
+        keeps_report: write the report if checkpoints stay and the report is missing.
 
     Returns:
-        How many checkpoints stay. None: all that it has left does, for nobody can say, or its report cannot be written
-        and the ledgers are all that is known of the samples.
+        A function that returns the number of checkpoints that stay. None: everything must stay, because the folder
+        cannot be read or the report cannot be written.
     """
-    name, folder, is_elsewhere = run.id, book.checkpoint_folder(run), bool(run.record.checkpoint_folder)
-    root, file = book.paths.run(run.id).root, book.paths.run(run.id).report
-    report = None if run.record.pruned or not keeps_report else report_of(book, run)
+    name, folder, is_elsewhere = run.id, registry.checkpoint_folder(run), bool(run.record.checkpoint_folder)
+    root, file = registry.paths.run(run.id).root, registry.paths.run(run.id).report
+    report = None if run.record.pruned or not keeps_report else report_of(registry, run)
 
     def look() -> int | None:
-        kept = 0 if checkpoints else _count_checkpoints(name, folder, is_elsewhere)
-        if kept and report is not None and root.exists() and not _is_counted(file):
-            return kept if _keep_report(name, file, *report) else None
-        return kept
+        checkpoints_kept = 0 if checkpoints else _count_checkpoints(name, folder, is_elsewhere)
+        if checkpoints_kept and report is not None and root.exists() and not _is_counted(file):
+            return checkpoints_kept if _keep_report(name, file, *report) else None
+        return checkpoints_kept
 
     return look
 
@@ -177,28 +193,27 @@ def _keep_report(run: str, file: Path, report: RunReport, count: Callable[[], Sa
 
 
 def _is_counted(report: Path) -> bool:
-    """Is the report there that was made when the run ended? To count the samples again would hold up all runs."""
+    """True if the report from the run's end exists with counted samples, so that they need not be counted again."""
     with contextlib.suppress(OSError, FallowError):
         return not read_struct(report, RunReport).samples.unknown
     return False
 
 
-def _ended(book: Book) -> dict[str, float]:
-    """Of runs whose jobs are gone as well."""
-    return {run.id: run.record.ended_at or 0.0 for run in book.runs.values() if _is_over(run)}
+def _end_times(registry: Registry) -> dict[str, float]:
+    """Run -> Unix time of its end, for ended runs without jobs."""
+    return {run.id: run.record.ended_at or 0.0 for run in registry.runs.values() if _is_over(run)}
 
 
 def _is_over(run: Run) -> bool:
-    """It has ended, and what its jobs held is in its sums."""
     return run.ended and all(one.counted for one in run.allocations.values())
 
 
 def _count_checkpoints(run: str, folder: Path, is_elsewhere: bool) -> int | None:
-    """Return how many checkpoints the run has left; None: nobody can say, for their file system does not answer."""
+    """Number of checkpoints of a run; None: unknown, because their file system does not answer."""
     try:
         return sum(1 for _ in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        # A folder elsewhere may be on a file system that is not mounted now.
+        # A folder outside of the state folder may be on a file system that is not mounted now.
         return None if is_elsewhere and not _has_entries(folder.parent) else 0
     except OSError as error:
         log.warning("prune.checkpoints", run=run, folder=str(folder), error=error.strerror)

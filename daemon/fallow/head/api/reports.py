@@ -1,4 +1,4 @@
-"""Reports of runs, and the audit of the samples that their workers say they have used."""
+"""Reports of runs, and the audit of the samples in their workers' ledgers."""
 
 import contextlib
 import sys
@@ -13,27 +13,27 @@ from fallow.core.membership.roster import Roster
 from fallow.core.quantile import quantiles
 from fallow.core.training.audit import Gap, Start, audit
 from fallow.files import read_struct, unreadable
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from fallow.model import ChangeKind, GenerationReport, PauseReport, Quantiles, RunReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
 
 
-def report_of(book: Book, run: Run) -> tuple[RunReport, Callable[[], SampleReport]]:
-    """The JSON report of DESIGN section 6, and what counts its samples (`sample_count`), of which it says nothing yet.
+def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], SampleReport]]:
+    """The JSON report of DESIGN section 6 without counted samples, and a function that counts them (`sample_count`).
 
-    The report is the one that was kept when the run's ledgers were removed, or how things stand now.
+    For a pruned run, whose ledgers are removed, this is the report that was stored before.
     """
     if run.record.pruned:
         with contextlib.suppress(FileNotFoundError):
-            kept = read_struct(book.paths.run(run.id).report, RunReport)
-            return kept, lambda: kept.samples
+            stored_report = read_struct(registry.paths.run(run.id).report, RunReport)
+            return stored_report, lambda: stored_report.samples
     root, final, contract, history = run.root, run.root.final, run.root.contract, list(run.generations)
-    unknown = 0 if contract is None else contract.global_batch * run.roster.front
+    unknown_samples = 0 if contract is None else contract.global_batch * run.roster.front
     report = RunReport(
         run=run.id,
         status=root.status,
         steps=final.steps if final is not None else run.roster.front,
-        samples=SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown),
+        samples=SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown_samples),
         final_digest=None if final is None else final.digest,
         final_loss=None if final is None else final.loss,
         generations=history,
@@ -46,12 +46,12 @@ def report_of(book: Book, run: Run) -> tuple[RunReport, Callable[[], SampleRepor
         reproducible=contract is not None and bool(contract.arithmetic),
         steps_repeated=0 if final is None else final.repeated,
     )
-    return report, sample_count(book.paths.run(run.id).ledger, run.roster, history)
+    return report, sample_count(registry.paths.run(run.id).ledger, run.roster, history)
 
 
-def counted_report(book: Book, run: Run) -> RunReport:
-    """The whole report of a run."""
-    report, count = report_of(book, run)
+def counted_report(registry: Registry, run: Run) -> RunReport:
+    """The report of a run with counted samples."""
+    report, count = report_of(registry, run)
     return replace(report, samples=count())
 
 
@@ -61,43 +61,43 @@ def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:
 
 
 def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> Callable[[], SampleReport]:
-    """Prepare to audit one run: consumed, lost and duplicated samples of the steps that are finished now.
+    """Prepare the audit of a run: consumed, lost and duplicated samples of the steps that are finished now.
 
-    To read what a long run has written takes a while. What is returned does that; it looks at nothing that changes, so
-    it is for a thread. It raises FallowError where a ledger cannot be read.
+    Reading the ledgers of a long run is slow. So the audit is a function for a thread: it reads no state that changes.
+    The function raises FallowError if a ledger cannot be read.
 
     Args:
-        folder: the run's ledgers, one file per worker.
-        roster: how far it is.
-        history: of all generations: says which one computed which steps.
+        folder: folder of the run's ledgers, one file per worker.
+        roster: the run's nodes and progress.
+        history: reports of all generations, which tell which generation computed which steps.
     """
     first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
     root = roster.root
     steps = root.final.steps if root.final is not None else roster.front
-    reached = None if root.final is not None else max((roster.nodes[n].step for n in roster.members), default=0)
-    incomplete = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
+    highest_step = None if root.final is not None else max((roster.nodes[n].step for n in roster.members), default=0)
+    first_unrecorded = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
     gaps = [
         Gap(first_step=first, last_step=_last_step(history, member_name(n)))
-        for n, first in incomplete.items()
+        for n, first in first_unrecorded.items()
         if first is not None
     ]
     per_step = 0 if root.contract is None else root.contract.global_batch
     records = _Records(folder, root.highest)
-    return lambda: audit(records, first_steps, steps, per_step, gaps, reached)
+    return lambda: audit(records, first_steps, steps, per_step, gaps, highest_step)
 
 
 @dataclass
 class _Records:
-    """Those of all ledgers of a folder, read anew each time they are gone through."""
+    """The records of all ledgers of a folder. Each iteration reads the files again."""
 
     folder: Path
     newest: int
-    "generation; one that begins later may go back, and do steps again that are counted now"
+    "newest generation to read; a later one may repeat steps that are counted now"
 
     def __iter__(self) -> Iterator[Record]:
         path = self.folder
         try:
-            # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
+            # Not `glob`: it takes an unreadable folder for an empty one, and all samples would count as lost.
             for path in sorted(each for each in self.folder.iterdir() if each.suffix == ".ledger"):
                 for record in read_ledger(path):
                     if not isinstance(record, Start) or record.generation <= self.newest:
@@ -108,7 +108,7 @@ class _Records:
 
 
 def _last_step(history: Sequence[GenerationReport], name: str) -> int:
-    """The last of which that member's records can count: another generation took over from there."""
+    """Last step that a member can have recorded: the next generation without the member repeats the later steps."""
     last = max((g.generation for g in history if name in g.members), default=0)
-    after = (g.first_step for g in history if g.generation > last and g.first_step is not None)
-    return next(after, sys.maxsize) - 1
+    later_first_steps = (g.first_step for g in history if g.generation > last and g.first_step is not None)
+    return next(later_first_steps, sys.maxsize) - 1

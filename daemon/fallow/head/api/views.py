@@ -1,4 +1,4 @@
-"""What people and programs see: snapshots and reports, derived from the book and the last poll."""
+"""Views of runs, members and nodes for people and programs, derived from the registry and the last poll."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -8,7 +8,7 @@ from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
 from fallow.core.protocol import Progress
 from fallow.core.states import ENDED_STATES
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import (
     AllocationState,
     AllocationView,
@@ -27,9 +27,9 @@ from fallow.model import (
 
 
 def run_view(run: Run, at: float, now: float) -> RunView:
-    """What is shown of a run; `at`: now on the head's clock, `now`: Unix time."""
+    """View of a run; `at`: now on the head's clock, `now`: Unix time."""
     r, root = run.roster, run.root
-    front = _front(run)
+    front = _foremost_progress(run)
     total_steps = root.contract.total_steps if root.contract is not None else None
     return RunView(
         run=run.id,
@@ -51,7 +51,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=_change(run),
         scalars={**front.scalars},
-        message=_waits_for(run, at) or root.unsaved_reason,
+        message=_message(run, at) or root.unsaved_reason,
         without_agent=list(run.without_agent.values()),
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),
@@ -64,25 +64,23 @@ def run_view(run: Run, at: float, now: float) -> RunView:
     )
 
 
-def _front(run: Run) -> Progress:
-    """What the member says that is furthest."""
-    known = [n for n in run.roster.members if n in run.progress]
-    return run.progress[max(known, key=lambda n: run.roster.nodes[n].step)] if known else Progress()
+def _foremost_progress(run: Run) -> Progress:
+    reporters = [n for n in run.roster.members if n in run.progress]
+    return run.progress[max(reporters, key=lambda n: run.roster.nodes[n].step)] if reporters else Progress()
 
 
 def _change(run: Run) -> str | None:
-    """The change of the membership that is under way, in words."""
     ballot = run.machine.ballot
     return None if ballot is None else f"generation {ballot.change.generation}: {ballot.change.reason}"
 
 
-def _waits_for(run: Run, at: float) -> str:
-    """What somebody must know or do, the most pressing thing."""
+def _message(run: Run, at: float) -> str:
+    """The most urgent message for the user."""
     record = run.record
     absent = "; ".join(run.without_agent.values())
-    needed = record.harvest_paused or _only_barred(run, at) or absent or run.root.message
+    reason = record.harvest_paused or _only_barred(run, at) or absent or run.root.message
     slow_link = run.slow_link if run.root.status is RunStatus.TRAINING else ""
-    return needed or record.paused or run.held_back or run.machine.waiting() or slow_link
+    return reason or record.paused or run.base_hold_reason or run.machine.waiting() or slow_link
 
 
 def _why_barred(run: Run, host: str, at: float) -> str:
@@ -91,13 +89,13 @@ def _why_barred(run: Run, host: str, at: float) -> str:
 
 
 def _only_barred(run: Run, at: float) -> str:
-    """What a run without members waits for if nodes that it had are barred."""
+    """Message for a run that has no members and whose nodes are barred; empty otherwise."""
     barred, bars = list(run.barred), run.roster.failures.bars
     if run.roster.present() or run.ended or not barred:
         return ""
     first = min(barred, key=lambda host: bars[host].until)
-    many = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"
-    return f"waits for nodes; {many}: {first} {_why_barred(run, first, at)}"
+    subject = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"
+    return f"waits for nodes; {subject}: {first} {_why_barred(run, first, at)}"
 
 
 def _speed_views(run: Run) -> list[SpeedView]:
@@ -110,8 +108,8 @@ def _speed_views(run: Run) -> list[SpeedView]:
 
 
 def checkpoint_views(run: Run) -> list[CheckpointView]:
-    """All checkpoints of a run that are on disk, newest first."""
-    found = [
+    """All checkpoints of a run on disk, newest first."""
+    views = [
         CheckpointView(
             step=saved.checkpoint.step,
             generation=saved.checkpoint.generation,
@@ -125,7 +123,7 @@ def checkpoint_views(run: Run) -> list[CheckpointView]:
         )
         for saved in run.roster.checkpoints.saved
     ]
-    return sorted(found, key=lambda view: (view.step, view.generation), reverse=True)
+    return sorted(views, key=lambda view: (view.step, view.generation), reverse=True)
 
 
 def _state(saved: Saved) -> CheckpointState:
@@ -135,14 +133,14 @@ def _state(saved: Saved) -> CheckpointState:
 
 
 def _member_views(run: Run, now: float) -> list[MemberView]:
-    """All nodes that are there, whether or not they compute yet, by number: they may have come in another order."""
+    """All present nodes in order of their numbers, whether or not they compute yet."""
     if run.ended:
         return []
     ranks, rank = {}, 0
     for n in run.roster.members:
         ranks[n], rank = rank, rank + run.roster.nodes[n].slots
-    there = [n for n, node in sorted(run.roster.nodes.items()) if node.phase is not MemberPhase.GONE]
-    return [_member_view(run, n, ranks.get(n), now) for n in there]
+    numbers = [n for n, node in sorted(run.roster.nodes.items()) if node.phase is not MemberPhase.GONE]
+    return [_member_view(run, n, ranks.get(n), now) for n in numbers]
 
 
 def _member_view(run: Run, number: int, rank: int | None, now: float) -> MemberView:
@@ -181,37 +179,39 @@ def _allocation_view(allocation: Allocation, now: float) -> AllocationView:
 def node_views(
     cluster: ClusterState | None, runs: Collection[Run], now: float, unused: Mapping[str, str]
 ) -> list[NodeView]:
-    """All nodes of the last poll, each with whose it is; `unused`: node -> why it is not used."""
+    """All nodes of the last poll with their owners; `unused`: node -> reason why no run uses it."""
     if cluster is None:
         return []
-    ours: dict[str, tuple[Run, Allocation]] = {}
+    our_nodes: dict[str, tuple[Run, Allocation]] = {}
     for run in runs:
         for allocation in run.live_allocations():
             if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
                 for node in [*allocation.nodes, *allocation.agents]:
-                    ours[node] = (run, allocation)
-    for node, holder in _going(cluster, runs):
-        ours.setdefault(node, holder)
+                    our_nodes[node] = (run, allocation)
+    for node, holder in _ending_nodes(cluster, runs):
+        our_nodes.setdefault(node, holder)
     planned = {n for job in cluster.jobs if job.state == "PENDING" for n in job.planned_nodes}
     return [
-        _node_view(node, ours.get(node.node), node.node in planned, now, unused.get(node.node, ""))
+        _node_view(node, our_nodes.get(node.node), node.node in planned, now, unused.get(node.node, ""))
         for node in cluster.nodes
     ]
 
 
-def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
-    """Nodes of jobs of ours that are over for us, but not for Slurm when it was polled: they are no others'."""
-    over = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
-    shown = Shown(cluster.jobs if over else [])
-    for holder in over:
-        for job in shown.of(holder[1]):
+def _ending_nodes(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
+    """Nodes of our jobs that are over for us and not for Slurm: they still count as ours."""
+    ending = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
+    polled_jobs = Shown(cluster.jobs if ending else [])
+    for holder in ending:
+        for job in polled_jobs.of(holder[1]):
             if job.state not in ENDED_STATES:
                 for node in job.nodes:
                     yield node, holder
 
 
-def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: bool, now: float, unused: str) -> NodeView:
-    if ours is not None:
+def _node_view(
+    node: NodeInfo, holder: tuple[Run, Allocation] | None, planned: bool, now: float, unused: str
+) -> NodeView:
+    if holder is not None:
         owner = NodeOwner.OURS
     elif node.state in ("DOWN", "UNKNOWN", "ERROR", "FUTURE"):
         owner = NodeOwner.DOWN
@@ -221,14 +221,14 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
         owner = NodeOwner.DOWN
     else:
         owner = NodeOwner.PLANNED if planned else NodeOwner.IDLE
-    ending = ours is not None and not ours[1].live
-    end = None if ours is None or ending else ours[1].end_at
+    ending = holder is not None and not holder[1].live
+    end = None if holder is None or ending else holder[1].end_at
     return NodeView(
         node=node.node,
         partitions=node.partitions,
         state="+".join([node.state, *node.flags]),
         owner=owner,
-        run=None if ours is None else ours[0].id,
+        run=None if holder is None else holder[0].id,
         gpus=node.gpus,
         ends_in_s=None if end is None else end - now,
         ending=ending,

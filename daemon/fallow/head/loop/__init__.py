@@ -1,5 +1,5 @@
-"""One turn of the head: what comes in (`inbox`), what it leads to (`turn`), and that it is written first (`durable`).
+"""The parts of one turn: items come in (`inbox`), become effects (`turn`), and changes are written first (`durable`).
 
-In: messages, polls, questions and ticks, in the order in which they came. Out: effects, carried out once the store has
-what they follow from. `faults` says what an error that nobody expected costs, `clock` which time it is.
+In: messages, polls, requests and ticks, in the order of their arrival. Out: effects, which `app` carries out once the
+store holds the changes. `faults` contains unexpected errors, and `monitoring` reports to systemd and Prometheus.
 """

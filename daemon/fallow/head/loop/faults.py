@@ -1,4 +1,4 @@
-"""Errors that nobody expected: each costs what it came from, is counted, and is logged once with its traceback."""
+"""Unexpected errors: each is counted and logged once with its traceback, and affects only the work that raised it."""
 
 import asyncio
 import threading
@@ -19,36 +19,37 @@ from fallow.wire.router import RouterDown
 log = structlog.get_logger("fallow.head")
 
 MAX_KINDS = 64
-"""So many kinds of errors are told apart; what comes after them is counted as others."""
+"""Number of kinds of errors that are counted apart. Errors of later kinds are counted together as `others`."""
 
 TEXT = 300
-"""Characters of an error's own words that are kept."""
+"""Length of an error's text, in characters."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a task that has failed is started again, and before a peer at whose message the head failed is heard again."""
+"""First and longest pause before a failed task is started again, or before a blocked peer is heard again."""
 
 MENDED_S = 600.0
-"""A peer of which no message has failed for so long begins anew."""
+"""Time without a failing message after which a peer's count of failures starts again."""
 
 GIVE_UP_AFTER = 3
-"""A run whose ticks fail so often in a row is stopped."""
+"""Number of failed ticks in a row after which a run is stopped."""
 
 
 T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Make a call that takes long, or that a file system never answers, in a thread of its own.
+    """Make a slow call, or one that a file system may never answer, in a thread of its own.
 
-    It holds up nobody, nor the head's end. The loop's own threads are few, and polls are read there.
+    The call delays neither the loop nor the head's end. The event loop's own threads are few, and reading polls needs
+    them.
     """
     future = Future[T]()
-    future.set_running_or_notify_cancel()  # whoever stops waiting for it cannot stop it
+    future.set_running_or_notify_cancel()  # a caller that stops waiting cannot stop the call
 
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:  # it is whoever's who waits for it
+        except Exception as error:  # raised in the caller that waits for the result
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -56,22 +57,22 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 class Faults:
-    """Counts unexpected errors. Two of one source, type and line of code are of one kind."""
+    """Counts unexpected errors. Errors of one source, type and line of code are of one kind."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str, str], InternalError] = {}
         self._in_a_row: Counter[str] = Counter()
-        "run -> ticks that failed since one was good"
+        "run -> number of failed ticks in a row"
         self._tasks: set[asyncio.Task[None]] = set()
-        "calls beside the loop that have not ended"
+        "background calls that have not ended"
 
     def note(self, source: str, error: BaseException, run: str | None = None) -> str:
         """Count an error.
 
         Args:
-            source: what was being done, in words.
-            error: what was raised.
-            run: the run that it cost, or None.
+            source: name of the work that failed.
+            error: the exception.
+            run: the run that the error affects, or None.
 
         Returns:
             The error in words.
@@ -83,8 +84,8 @@ class Faults:
             kind = ("others", "", "")
         now = time.time()
         count, first_at = 1, now
-        if (before := self._kinds.get(kind)) is not None:
-            count, first_at = before.count + 1, before.first_at
+        if (former := self._kinds.get(kind)) is not None:
+            count, first_at = former.count + 1, former.first_at
         else:
             trace = "".join(traceback.format_exception(error, limit=-40))
             log.error("internal.error", source=source, run=run, error=words, traceback=trace)
@@ -94,19 +95,19 @@ class Faults:
         return words
 
     def view(self) -> list[InternalError]:
-        """One entry of each kind, in the order in which they first came."""
+        """One entry for each kind, in order of first occurrence."""
         return list(self._kinds.values())
 
-    def ticked(self, run: str, *, failed: bool) -> bool:
-        """Note how a run's tick went; True: it has failed too often in a row, and the run is to be stopped."""
+    def note_tick(self, run: str, *, failed: bool) -> bool:
+        """Note the outcome of a run's tick. Return True if the run must be stopped: its ticks failed too often."""
         if not failed:
             self._in_a_row.pop(run, None)
             return False
         self._in_a_row[run] += 1
         return self._in_a_row[run] >= GIVE_UP_AFTER
 
-    def beside(self, source: str, call: Awaitable[None]) -> asyncio.Task[None]:
-        """Make a call beside the loop; its errors are counted."""
+    def run_in_background(self, source: str, call: Awaitable[None]) -> asyncio.Task[None]:
+        """Make a call in a task of its own. Its errors are counted."""
 
         async def counted() -> None:
             try:
@@ -120,10 +121,10 @@ class Faults:
         return task
 
     async def keep_running(self, source: str, serve: Callable[[], Awaitable[None]]) -> None:
-        """Run a task of the head's; one that fails is started again, after a pause that grows while it goes on failing.
+        """Run a task of the head. If the task fails, start it again after a pause that grows with each failure.
 
         Raises:
-            RouterDown: nobody can be heard any more.
+            RouterDown: the head can no longer receive messages.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -141,25 +142,24 @@ class Faults:
 
 
 class Quarantine:
-    """Peers at whose messages the head has failed. Each further time they are not heard for twice as long.
+    """Blocks peers whose messages made the head fail. Each further failure doubles the time of the block.
 
-    What such a message has done to its run is undone. If the same message came with each heartbeat, the run would never
-    get on. While its sender is not heard, the run can go on without it.
+    The head discards the turn of a failing message. If each heartbeat repeats the message, the run makes no progress.
+    While the peer is blocked, the run goes on without it.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, float]] = {}
-        "peer -> how often in a row, and until when it is not heard"
+        self._blocked_peers: dict[str, tuple[int, float]] = {}
+        "peer -> (number of failures in a row, end of the block on the head's clock)"
 
     def add(self, peer: str, now: float) -> None:
-        """The head has failed at a message of this peer; `now`: on the head's clock."""
-        self._known = {one: known for one, known in self._known.items() if now < known[1] + MENDED_S}
-        times, _ = self._known.get(peer, (0, now))
-        self._known[peer] = times + 1, now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times, 20))
+        """Block a peer whose message made the head fail; `now`: on the head's clock."""
+        self._blocked_peers = {one: entry for one, entry in self._blocked_peers.items() if now < entry[1] + MENDED_S}
+        times, _ = self._blocked_peers.get(peer, (0, now))
+        self._blocked_peers[peer] = times + 1, now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times, 20))
 
-    def holds(self, peer: str, now: float) -> bool:
-        """Return True if the peer is not to be heard now."""
-        return peer in self._known and now < self._known[peer][1]
+    def blocks(self, peer: str, now: float) -> bool:
+        return peer in self._blocked_peers and now < self._blocked_peers[peer][1]
 
 
 def _words(error: BaseException) -> str:
@@ -167,7 +167,7 @@ def _words(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """File and line of the innermost code of ours that was at work."""
+    """File and line of the innermost frame in Fallow's own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "fallow" in PurePath(frame.filename).parts] or frames
-    return f"{PurePath(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+    our_frames = [frame for frame in frames if "fallow" in PurePath(frame.filename).parts] or frames
+    return f"{PurePath(our_frames[-1].filename).name}:{our_frames[-1].lineno}" if our_frames else ""

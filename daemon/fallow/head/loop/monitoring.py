@@ -1,4 +1,4 @@
-"""What monitors hear of the head: systemd's readiness protocol (sd_notify(3)), and Prometheus metrics.
+"""Monitoring of the head: systemd's readiness protocol (sd_notify(3)), and Prometheus metrics.
 
 Metrics have their own prefix and base units; no job id or node name is a label.
 """
@@ -10,18 +10,18 @@ from collections.abc import Mapping
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from fallow.head.state.book import Book
+from fallow.head.state.registry import Registry
 from fallow.model import AllocationState, EventRecord, RunStatus
 
 log = structlog.get_logger("fallow.head")
 
 
 PATIENCE_S = 2.0
-"""So long the head waits, once, for a systemd that takes no messages to hear that it has begun, or that it ends."""
+"""Longest wait for a systemd whose queue is full, for the messages READY and STOPPING."""
 
 
 class Notifier:
-    """Tells systemd how the head is; does nothing where there is no $NOTIFY_SOCKET."""
+    """Reports the head's state to systemd. Does nothing without $NOTIFY_SOCKET."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
@@ -41,12 +41,12 @@ class Notifier:
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            # The queue of a systemd that hangs is full: what comes with each tick must not wait for room there.
+            # If systemd hangs, its queue is full. The message of each tick must not wait for it.
             sender.settimeout(wait_s)
             try:
                 sender.sendto(text.encode(), self._address)
             except OSError:
-                # A supervisor that went away is no reason to stop serving.
+                # The head serves on without its supervisor.
                 return
 
 
@@ -54,45 +54,45 @@ class Metrics:
     """Counters of one head, served on the loopback interface when a port is configured."""
 
     def __init__(self, port: int | None) -> None:
-        registry = CollectorRegistry()
-        self._events = Counter("fallow_events", "Lines of the event log", ["kind"], registry=registry)
-        self._members = Gauge("fallow_members", "Members (nodes) of all runs", registry=registry)
-        self._runs = Gauge("fallow_runs", "Runs by status", ["status"], registry=registry)
-        self._allocations = Gauge("fallow_allocations", "Allocations by state", ["state"], registry=registry)
+        collectors = CollectorRegistry()
+        self._events = Counter("fallow_events", "Lines of the event log", ["kind"], registry=collectors)
+        self._members = Gauge("fallow_members", "Members (nodes) of all runs", registry=collectors)
+        self._runs = Gauge("fallow_runs", "Runs by status", ["status"], registry=collectors)
+        self._allocations = Gauge("fallow_allocations", "Allocations by state", ["state"], registry=collectors)
         self._pause = Histogram(
             "fallow_pause_seconds",
             "Pause of a membership change",
             ["kind"],
-            registry=registry,
+            registry=collectors,
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
         )
-        self._delayed = Histogram(
+        self._others_delayed = Histogram(
             "fallow_others_delayed_seconds",
             "Time that a job of somebody else waited because a node was still ours",
-            registry=registry,
+            registry=collectors,
             buckets=(1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 300.0),
         )
-        self._served = port is not None
+        self._is_served = port is not None
         if port is not None:
             try:
-                start_http_server(port, addr="127.0.0.1", registry=registry)
-            except OSError as error:  # maybe of another user's head: on a login node, one setting is for all
+                start_http_server(port, addr="127.0.0.1", registry=collectors)
+            except OSError as error:  # another user's head may have the port: a site's setting applies to all users
                 log.warning("metrics.unserved", port=port, error=error.strerror, advice="set [head] prometheus_port")
 
     def count_event(self, event: EventRecord) -> None:
         self._events.labels(kind=event.kind).inc()
         if event.kind == "delayed":
-            self._delayed.observe(event.data["waited_s"])
+            self._others_delayed.observe(event.data["waited_s"])
         if pause_s := event.data.get("pause_s"):
             self._pause.labels(kind=event.kind).observe(pause_s)
 
-    def update(self, book: Book) -> None:
-        """Take the gauges' values from the book. Costs nothing while nobody can read them."""
-        if not self._served:
+    def update(self, registry: Registry) -> None:
+        """Set the gauges from the registry. Does nothing if the metrics are not served."""
+        if not self._is_served:
             return
-        runs = list(book.current.values())
+        runs = list(registry.current.values())
         self._members.set(sum(len(r.roster.present()) for r in runs if not r.ended))
-        statuses = [r.root.status for r in book.runs.values()]
+        statuses = [r.root.status for r in registry.runs.values()]
         for status in RunStatus:
             self._runs.labels(status=status.value).set(statuses.count(status))
         live = [a for r in runs for a in r.live_allocations()]

@@ -1,5 +1,6 @@
-"""Conversations with agents: what they say becomes events of their run's membership, and each beat is answered.
+"""Conversations with agents: messages become events of the run's membership, and each beat gets an answer.
 
-In: messages of `core.protocol`. Out: events for the membership's machine, and answers. `agents` is the whole
-conversation; the others each note one fact that beats tell: speed, checkpoints.
+In: messages of `core.protocol`. Out: events for the membership's state machine, and answers. `agents` handles all
+messages. `throughput` measures speed from reports, `checkpoints` finds checkpoints on disk, and `whereabouts` publishes
+the head's address.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, as the head sees them: those that nobody could tell it of, and those that go."""
+"""Checkpoints on disk: the head finds those that no worker reported, and removes old ones."""
 
 import shutil
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Report
 from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import ChangeKind, FallowError
 from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_ones, read_manifest
 
@@ -21,20 +21,20 @@ log = structlog.get_logger("fallow.head")
 
 
 Look = list[Checkpoint | tuple[Path, str]]
-"""Complete checkpoints; of one that is damaged its folder, and what is wrong."""
+"""Complete checkpoints, and (folder, problem) of damaged ones."""
 
 
 FIRST_LOOK_S = 5.0
-"""The first looks are waited for, but no longer: a suspended run should not begin from an older checkpoint than there
-is, and a file system that hangs must not keep all runs without a head."""
+"""Longest wait for the first scans. A suspended run should start from its newest checkpoint, but a file system that
+hangs must not stop all runs."""
 
 
 def adopt(turn: Turn) -> None:
-    """Learn of checkpoints that nobody could tell of: as a head begins, and when a run has lost its last member.
+    """Find unreported checkpoints when a head starts, and when a run has lost its last member.
 
-    Looks are taken beside the main loop. A file system that hangs may be why the members are lost.
+    Threads scan the folders, because a file system that hangs may be the reason for the loss.
     """
-    current = [run for run in turn.book.current.values() if not run.ended]
+    current = [run for run in turn.registry.current.values() if not run.ended]
     first = [run for run in current if run.is_empty is None]
     turn.for_each(current, "checkpoints on disk", lambda run: _begin_look(turn, run))
     if first:
@@ -45,48 +45,48 @@ def adopt(turn: Turn) -> None:
 def _begin_look(turn: Turn, run: Run) -> None:
     was_empty, run.is_empty = run.is_empty, not run.roster.present()
     if was_empty is None or run.is_empty > was_empty:
-        known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
-        run.look = in_thread(partial(_look, turn.book.checkpoint_folder(run), known), "look-for-checkpoints")
+        known_paths = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
+        run.look = in_thread(partial(_look, turn.registry.checkpoint_folder(run), known_paths), "look-for-checkpoints")
 
 
 def _end_look(turn: Turn, run: Run) -> None:
     if run.look is not None and run.look.done():
-        done, run.look = run.look, None
-        _take(turn, run, done.result())
+        finished_look, run.look = run.look, None
+        _apply_look(turn, run, finished_look.result())
 
 
-def _look(folder: Path, known: Collection[str]) -> Look:
-    """What is in a folder besides what is known."""
-    found: Look = []
+def _look(folder: Path, known_paths: Collection[str]) -> Look:
+    """Scan a folder for checkpoints whose paths are not known."""
+    entries: Look = []
     try:
-        unknown = [path for path in complete_ones(folder) if str(path) not in known]
+        new_paths = [path for path in complete_ones(folder) if str(path) not in known_paths]
     except OSError as error:
         log.warning("checkpoints.unseen", folder=str(folder), error=str(error))
-        return found
-    for path in unknown:
+        return entries
+    for path in new_paths:
         try:
-            # What is out of bounds could be written to the store, and not be read from there.
-            found.append(msgspec.convert(msgspec.to_builtins(announcement(path, *read_manifest(path))), Checkpoint))
+            # Check bounds here: the store would accept a value out of bounds, and reading it back would fail.
+            entries.append(msgspec.convert(msgspec.to_builtins(announcement(path, *read_manifest(path))), Checkpoint))
         except (FallowError, msgspec.ValidationError) as error:
-            found.append((path, str(error)))
-    return found
+            entries.append((path, str(error)))
+    return entries
 
 
-def _take(turn: Turn, run: Run, look: Look) -> None:
-    known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
-    for found in look:
-        if isinstance(found, tuple):
-            turn.record(run, "damaged", found[1], path=str(found[0]))
-        elif found.path not in known:
-            found = msgspec.structs.replace(found, written_at=min(turn.now, found.written_at))
-            turn.apply(run, ev.CheckpointFound(at=turn.at, checkpoint=found))
+def _apply_look(turn: Turn, run: Run, look: Look) -> None:
+    known_paths = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
+    for entry in look:
+        if isinstance(entry, tuple):
+            turn.record(run, "damaged", entry[1], path=str(entry[0]))
+        elif entry.path not in known_paths:
+            entry = msgspec.structs.replace(entry, written_at=min(turn.now, entry.written_at))
+            turn.apply(run, ev.CheckpointFound(at=turn.at, checkpoint=entry))
 
 
 def by_this_clock(run: Run, report: Report, now: float) -> Report:
-    """The report, with the time of its newest checkpoint's snapshot by this host's clock (`now`: Unix time).
+    """Convert the time of the newest checkpoint's snapshot to this host's clock (`now`: Unix time).
 
-    Nodes' clocks differ, and all that is shown is by the head's. It is told at once, but for one that was finished
-    while no head was there.
+    Nodes' clocks differ. A worker reports a checkpoint as soon as it is finished, so its snapshot was `took_s` ago. For
+    a checkpoint that was finished without a head, this time is too late.
     """
     new = report.saved
     if new is None or any(saved.checkpoint.path == new.path for saved in run.roster.checkpoints.saved):
@@ -96,18 +96,18 @@ def by_this_clock(run: Run, report: Report, now: float) -> Report:
 
 
 def due_in_s(run: Run, every_s: float, now: float) -> float | None:
-    """Seconds until the members have to begin the next periodic checkpoint; None: there are none."""
+    """Seconds until the next periodic checkpoint must begin; None: periodic checkpoints are off."""
     if not every_s:
         return None
     change = run.root.change
     is_empty = not any(map(run.roster.alive, run.roster.members))
     if is_empty or (change is not None and change.kind is ChangeKind.START):
-        return every_s  # it is about to begin, with nothing to lose
+        return every_s  # the run is about to start, so it has nothing to lose
     return run.record.saving.due_in_s(every_s, now)
 
 
 def remove(folders: list[str]) -> None:
-    """Delete folders, such as checkpoints, beside the main loop: a shared file system takes its time."""
+    """Delete folders, such as checkpoints, in a thread: shared file systems are slow."""
     in_thread(partial(_remove, list(folders)), "remove-checkpoints")
 
 
@@ -115,7 +115,7 @@ def _remove(folders: list[str]) -> None:
     for folder in folders:
         path = Path(folder)
         try:
-            # Renamed first: a half deleted folder must not look complete.
+            # Rename the folder first, so that a partly deleted checkpoint does not look complete.
             path = path.rename(path.with_name(path.name + REMOVED))
             shutil.rmtree(path)
         except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""How fast runs train, as reports tell it: steps per second in stretches during which nothing changes.
+"""Training speed of runs, measured from reports: steps per second in stretches without membership changes.
 
-A node whose link holds the whole run up is named, and let go where it was harvested (`core.training.slow_links`).
+A node whose link slows the whole run down is named in a message, and released if it is harvested
+(`core.training.slow_links`).
 """
 
 from statistics import median
@@ -9,24 +10,24 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Report
 from fallow.core.training.slow_links import Finding, Member
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Run, Stretch
+from fallow.head.state.registry import Run, Stretch
 from fallow.model import MemberPhase, RunStatus
 
 LONG_ENOUGH_S = 15.0
-"""A stretch is measured once it is so long ..."""
+"""Shortest stretch that is measured."""
 
 STEPS = 3
-"""... and has so many steps. Reports come twice a second, so the ends of a stretch are known to that."""
+"""Smallest number of steps in a measured stretch. Reports come twice a second, which limits the precision."""
 
 WARM = 2
-"""Steps after a change that do not count: the state's last part arrives behind them, and caches are cold."""
+"""Steps after a change that do not count: the last part of the state is still being sent, and caches are cold."""
 
 WRITE_EVERY_S = 60.0
-"""Measurements since then are lost when the head is killed."""
+"""Interval between writes of the curve. Later measurements are lost if the head is killed."""
 
 
-def heard(turn: Turn, run: Run, node: int) -> None:
-    """A node's report was taken in. The first member's are enough: all members take the same steps."""
+def observe(turn: Turn, run: Run, node: int) -> None:
+    """Measure speed from a node's new report. Only the first member counts: all members take the same steps."""
     r, root = run.roster, run.root
     if not r.members or node != r.members[0]:
         return
@@ -49,7 +50,7 @@ def heard(turn: Turn, run: Run, node: int) -> None:
     began_at, first = stretch.begin
     lasted_s, steps = turn.at - began_at, report.step - first
     if lasted_s >= LONG_ENOUGH_S and steps >= STEPS:
-        _measured(turn, run, lasted_s / steps, lasted_s)
+        _record_speed(turn, run, lasted_s / steps, lasted_s)
         stretch.begin = turn.at, report.step
         _look_at_links(turn, run, lasted_s / steps, lasted_s)
 
@@ -58,23 +59,23 @@ def _is_steady(run: Run, report: Report) -> bool:
     """The member computes in the committed generation, and no change is under way."""
     root = run.root
     computes = report.generation == root.generation > report.given_up
-    calm = run.machine.ballot is None and not run.roster.finishing
-    return root.status is RunStatus.TRAINING and computes and calm
+    is_calm = run.machine.ballot is None and not run.roster.finishing
+    return root.status is RunStatus.TRAINING and computes and is_calm
 
 
 def _is_one_machine(run: Run) -> bool:
-    """Do several of its nodes share a machine, as on a testbed? They slow each other down: nothing can be learned."""
+    """True if several nodes share a machine, as on a testbed. Such nodes slow each other down, so skip them."""
     members = [run.roster.nodes[n] for n in run.roster.members]
     machines = {member.host: member.entry for member in members}
     return len(set(machines.values())) < len(machines)
 
 
-def _measured(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
+def _record_speed(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
     curve, nodes = run.record.curve, [run.roster.nodes[n] for n in run.roster.members]
     curve.observe(sum(node.slots for node in nodes), step_s, lasted_s, turn.now)
-    known = [(node.slots, run.progress[node.id].pace_s) for node in nodes if node.id in run.progress]
-    # A node's workers compute shards side by side.
-    if paces := [slots * pace_s for slots, pace_s in known if pace_s > 0]:
+    slots_and_paces = [(node.slots, run.progress[node.id].pace_s) for node in nodes if node.id in run.progress]
+    # A node's workers compute shards in parallel.
+    if paces := [slots * pace_s for slots, pace_s in slots_and_paces if pace_s > 0]:
         curve.shard_s = median(paces)
     if turn.at - run.curve_written >= WRITE_EVERY_S:
         run.curve_written = turn.at
@@ -82,7 +83,7 @@ def _measured(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
 
 
 def _look_at_links(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
-    """Take in a stretch of undisturbed training."""
+    """Look for a slow link in a stretch of undisturbed training."""
     contract = run.root.contract
     finding = run.slow_links.observe(
         _members(run),
@@ -94,8 +95,8 @@ def _look_at_links(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None
     if finding is None:
         run.slow_link = ""
         return
-    text, goes = _words(run, finding), _may_go(run, finding.node)
-    if goes:
+    text, is_released = _words(run, finding), _may_release(run, finding.node)
+    if is_released:
         run.slow_link = ""
         turn.apply(run, ev.Bar(at=turn.at, host=finding.node, reason=text))
     else:
@@ -105,7 +106,7 @@ def _look_at_links(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None
 
 
 def _members(run: Run) -> list[Member]:
-    """All members; none if it cannot be told which connection leads to which host."""
+    """All members; an empty list if the host of a connection is ambiguous."""
     nodes = [run.roster.nodes[n] for n in run.roster.members if n in run.progress]
     host_of = {node.entry: node.host for node in nodes}
     if len(nodes) < len(run.roster.members) or len(set(host_of.values())) < len(host_of):
@@ -124,14 +125,14 @@ def _members(run: Run) -> list[Member]:
     ]
 
 
-def _may_go(run: Run, host: str) -> bool:
-    """It is harvested, nobody else is leaving, and enough members are left."""
+def _may_release(run: Run, host: str) -> bool:
+    """True if the host may be released: it is harvested, no member is leaving, and enough members remain."""
     r = run.roster
-    there = [n for n in r.members if r.nodes[n].host == host]
-    left = len(r.present(MemberPhase.MEMBER)) - len(there)
+    host_members = [n for n in r.members if r.nodes[n].host == host]
+    remaining = len(r.present(MemberPhase.MEMBER)) - len(host_members)
     is_calm = not r.present(MemberPhase.LEAVING)
-    harvested = all(run.allocations[r.nodes[n].token].harvested for n in there)
-    return harvested and is_calm and left >= run.root.minimum
+    harvested = all(run.allocations[r.nodes[n].token].harvested for n in host_members)
+    return harvested and is_calm and remaining >= run.root.minimum
 
 
 def _words(run: Run, finding: Finding) -> str:

@@ -1,4 +1,4 @@
-"""Where peers find the head: its key, its port, and the file that tells them."""
+"""The head's key, port and address, and the file in which peers find them."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,14 @@ from fallow.wire.keys import KeyPair, new_keypair, public_of
 log = structlog.get_logger("fallow.head")
 
 ASK_S = 15.0
-"""The head starts after this though Slurm has not said where slurmctld is."""
+"""Longest wait for Slurm's answer where slurmctld is. Then the head starts without the answer."""
 
 DEFAULT_ROUTE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): packets to it would take the default route. None is sent."""
+"""An address that no host has (RFC 5737), to find the default route. No packet is sent to it."""
 
 
 def own_keys(paths: Paths) -> KeyPair:
-    """The head's key lives as long as the state folder, so that agents find the same head again."""
+    """Read or make the head's keys. They stay the same for a state folder, so that agents recognise later heads."""
     if paths.head_key.exists():
         secret = read_private(paths.head_key).decode()
         return KeyPair(public_of(secret), secret)
@@ -37,7 +37,7 @@ def own_keys(paths: Paths) -> KeyPair:
 
 
 def former_port(paths: Paths) -> int | None:
-    """The port of the head before us, so that its peers need not look for us; None if there was none."""
+    """Port of the former head, which peers try first; None: no former head is known."""
     with contextlib.suppress(FallowError, OSError, ValueError, msgspec.MsgspecError):
         former = msgspec.json.decode(read_private(paths.head_file), type=HeadFile)
         return int(former.endpoint.rsplit(":", 1)[1])
@@ -64,13 +64,13 @@ def write_head_file(
 
 
 async def find_address(slurm: PacedClient | None) -> str:
-    """The address on which compute nodes find this head. Without Slurm every node is this host.
+    """The address at which compute nodes reach this head. Without Slurm every node is this host.
 
     Args:
-        slurm: is asked where slurmctld is; None: there is no Slurm.
+        slurm: client that knows the hosts of slurmctld; None: there is no Slurm.
 
     Raises:
-        FallowError: this host has no address at all.
+        FallowError: this host has no network address.
     """
     if slurm is None:
         return own_address() or "127.0.0.1"
@@ -89,15 +89,14 @@ async def find_address(slurm: PacedClient | None) -> str:
 
 
 def address_towards(controllers: Sequence[str]) -> str | None:
-    """The local address that leads to slurmctld's hosts, so in all likelihood to the nodes; None: there is none.
+    """The local address that leads to slurmctld's hosts, and so most likely to the nodes; None: there is none.
 
-    The host's own name does not do: Debian has it stand for 127.0.1.1. It comes second, then the default route, then
-    any interface.
+    Next come the address of the host's own name (127.0.1.1 on Debian), the default route, and any interface.
     """
-    named = own_address()
+    own_name_address = own_address()
     candidates = [
         *(address for host in controllers for address in _towards(host)),
-        *([named] if named else []),
+        *([own_name_address] if own_name_address else []),
         *_towards(DEFAULT_ROUTE),
         *(one.address for one in interfaces()),
     ]

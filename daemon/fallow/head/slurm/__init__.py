@@ -1,5 +1,5 @@
-"""The Slurm side of the head: what polls show, what is asked of Slurm in whose name, and what is given back.
+"""The Slurm side of the head: it takes in polls, requests nodes and gives them back.
 
-In: polls and the answers of sbatch, squeue and scancel. Out: submissions, withdrawals and releases, which `calls`
-carries out. `harvest` is one round of it; what is decided is decided in `core`.
+In: polls and the answers of sbatch, squeue and scancel. Out: submissions, cancellations and releases, which `calls`
+carries out. `harvest` does one round: poll, plan, requests. The decisions themselves are made in `core`.
 """

@@ -1,4 +1,4 @@
-"""The accounts of all runs: what their jobs held and what came of it. Kept with the runs, shown by `fallow usage`."""
+"""Usage accounting: node time of each run's jobs, and how much of it was useful. `fallow usage` shows it."""
 
 import copy
 from collections.abc import Collection, Iterable
@@ -10,8 +10,8 @@ from fallow.core.accounting.spans import held
 from fallow.core.accounting.usage import Prices, Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.demands import left_s
-from fallow.head.state.book import Run
+from fallow.head.slurm.demands import budget_left_node_s
+from fallow.head.state.registry import Run
 from fallow.head.state.stored import PrunedRuns, account_of
 from fallow.model import (
     PRUNED,
@@ -25,91 +25,95 @@ from fallow.model import (
 )
 
 KEEP_S = 3600.0
-"""Harvest allocations that are over for this long are dropped from the run; what they used stays in its sums. So are
-renewed base jobs that Slurm refused."""
+"""Time after which ended harvest allocations, and renewed base jobs that Slurm refused, are dropped from their run. The
+run's sums keep their usage."""
 
 
-# -- noting -------------------------------------------------------------------------------------------------------
+# -- recording ----------------------------------------------------------------------------------------------------
 
 
 def note(turn: Turn) -> None:
-    """Note who is a member now, for every run that the turn changed."""
-    runs = [turn.book.runs[run_id] for run_id in turn.dirty]
-    changed = [run for run in runs if not run.spec.local]
-    turn.for_each(changed, "accounts", lambda run: _note_run(run, turn.now))
+    """Note the present members of every run that the turn changed."""
+    runs = [turn.registry.runs[run_id] for run_id in turn.dirty]
+    changed_runs = [run for run in runs if not run.spec.local]
+    turn.for_each(changed_runs, "accounts", lambda run: _note_run(run, turn.now))
 
 
 def _note_run(run: Run, now: float) -> None:
     r, record = run.roster, run.record
     allocations = run.allocations.values()
-    here = set() if run.ended else _places(run, filter(r.alive, r.members))
-    note_members(allocations, here, now)
-    for done in takewhile(lambda done: done.generation > record.accounted_generation, reversed(run.generations)):
-        if done.pause_s is not None and done.kind is not ChangeKind.START:
-            note_pause(allocations, _places(run, map(member_number, done.members)), done.pause_s, 0.0)
+    places = set() if run.ended else _member_places(run, filter(r.alive, r.members))
+    note_members(allocations, places, now)
+    for report in takewhile(lambda report: report.generation > record.accounted_generation, reversed(run.generations)):
+        if report.pause_s is not None and report.kind is not ChangeKind.START:
+            note_pause(allocations, _member_places(run, map(member_number, report.members)), report.pause_s, 0.0)
     if run.generations:
         record.accounted_generation = max(record.accounted_generation, run.generations[-1].generation)
     discarded = run.root.discarded - record.accounted_discarded
     if discarded:
-        note_pause(allocations, here, 0.0, discarded * _step_s(run))
+        note_pause(allocations, places, 0.0, discarded * _step_s(run))
         record.accounted_discarded = run.root.discarded
 
 
-def _places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
-    """(token, host) of those that are still known."""
-    known = (run.roster.nodes.get(n) for n in members)
-    return {(node.token, node.host) for node in known if node is not None}
+def _member_places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
+    nodes = (run.roster.nodes.get(n) for n in members)
+    return {(node.token, node.host) for node in nodes if node is not None}
 
 
 def _step_s(run: Run) -> float:
-    """Seconds that a step takes at the present rate; 0 where nobody has said yet."""
+    """Seconds per step at the present rate; 0: not known yet."""
     rate = max((run.progress[n].samples_per_s for n in run.roster.members if n in run.progress), default=0.0)
     contract = run.root.contract
     return contract.global_batch / rate if contract is not None and rate > 0 else 0.0
 
 
 def settle(turn: Turn, at: float) -> None:
-    """Add allocations whose jobs are over to the sums of their runs, drop old ones, and let runs rest that have ended.
+    """Add finished allocations to the sums of their runs, drop old ones, and retire ended runs.
 
     Args:
         turn: takes the effects.
         at: Unix time of the poll.
     """
-    turn.for_each(turn.book.on_slurm, "accounts", lambda run: _settle_run(turn, run, at))
+    turn.for_each(turn.registry.on_slurm, "accounts", lambda run: _settle_run(turn, run, at))
 
 
 def _settle_run(turn: Turn, run: Run, at: float) -> None:
-    record, rests = run.record, run.ended
-    alive = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
+    record, may_retire = run.record, run.ended
+    roster_tokens = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
     for token, allocation in list(run.allocations.items()):
-        lost = allocation.state is AllocationState.LOST and not allocation.spans
-        old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
-        if (allocation.settled or (lost and old)) and not allocation.counted:
+        is_lost = allocation.state is AllocationState.LOST and not allocation.spans
+        is_old = at - _ended_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
+        if (allocation.settled or (is_lost and is_old)) and not allocation.counted:
             tally(record.usage, allocation, at)
             if allocation.harvested:
                 record.harvested.add(held(allocation, at), at)
             allocation.counted = True
             turn.dirty.add(run.id)
-        # The length of the next base job is known from those before it that Slurm took.
-        refused = allocation.renewed and allocation.job_id is None and not lost
-        if allocation.counted and old and (allocation.kind is AllocationKind.HARVEST or refused) and token not in alive:
+        # Accepted base jobs are kept: the next one gets their time limit.
+        is_refused = allocation.renewed and allocation.job_id is None and not is_lost
+        if (
+            allocation.counted
+            and is_old
+            and (allocation.kind is AllocationKind.HARVEST or is_refused)
+            and token not in roster_tokens
+        ):
             record.spent_node_s += budget.booked(allocation, at)
             del run.allocations[token]
             turn.dirty.add(run.id)
-        rests = rests and allocation.counted and old
-    if rests:
-        turn.book.rest(run)
+        may_retire = may_retire and allocation.counted and is_old
+    if may_retire:
+        turn.registry.retire(run)
 
 
-def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:
+def _ended_at(requested_at: float, ends: Iterable[float | None]) -> float:
     return max([requested_at, *(end for end in ends if end is not None)])
 
 
-# -- showing ------------------------------------------------------------------------------------------------------
+# -- report -------------------------------------------------------------------------------------------------------
 
 
 def tallies(run: Run, now: float) -> Tallies:
-    """The run's sums, with what its live jobs have held so far."""
+    """The run's sums, including the node time of its live jobs so far."""
     sums = copy.deepcopy(run.record.usage)
     for allocation in run.allocations.values():
         if not allocation.counted:
@@ -120,47 +124,47 @@ def tallies(run: Run, now: float) -> Tallies:
 def rows(
     runs: Collection[Run], by: str, since: str | None, prices: Usage, now: float, pruned: PrunedRuns | None = None
 ) -> list[UsageRow]:
-    """One row per run, project or day, and the total last. Runs that were pruned have one row together.
+    """One row per run, project or day, and the total last. All pruned runs share one row.
 
     Args:
-        runs: which ones.
+        runs: runs to report.
         by: run, project or day.
-        since: UTC day; None: all.
-        prices: what is asked for node and GPU hours.
+        since: first UTC day; None: all days.
+        prices: prices of node and GPU hours.
         now: Unix time.
-        pruned: sums over runs that are not among `runs` any more.
+        pruned: sums over pruned runs; None: leave them out.
     """
-    used = [(run.id, account_of(run.spec), tallies(run, now)) for run in runs if not run.spec.local]
-    used += [(PRUNED, account, sums) for account, sums in ({} if pruned is None else pruned.usage).items()]
+    entries = [(run.id, account_of(run.spec), tallies(run, now)) for run in runs if not run.spec.local]
+    entries += [(PRUNED, account, sums) for account, sums in ({} if pruned is None else pruned.usage).items()]
     groups: dict[str, Tallies] = {}
-    whole: Tallies = {}
-    for run_id, account, sums in used:
+    total_sums: Tallies = {}
+    for run_id, account, sums in entries:
         for place, one in by_month(sums, now).items():
             day = place.partition(" ")[0]
             if is_since(day, since):
                 key = {"run": run_id, "project": account, "day": day}[by]
                 merge(groups.setdefault(key, {}), {place: one})
-                merge(whole, {place: one})
+                merge(total_sums, {place: one})
     budgets: dict[str, tuple[float, float]] = {}
     for run in runs:
         if by == "run" and run.spec.budget_node_hours is not None:
-            budgets[run.id] = run.spec.budget_node_hours * 3600.0, left_s(run, now) or 0.0
+            budgets[run.id] = run.spec.budget_node_hours * 3600.0, budget_left_node_s(run, now) or 0.0
     table = Prices(prices.node_hour, prices.gpu_hour)
     # Runs that were pruned come last. No run has such an id.
     keys = sorted(groups, key=lambda key: (key == PRUNED, key))
-    return [*(_row(key, groups[key], table, budgets.get(key)) for key in keys), _row("total", whole, table, None)]
+    return [*(_row(key, groups[key], table, budgets.get(key)) for key in keys), _row("total", total_sums, table, None)]
 
 
 def _row(key: str, sums: Tallies, prices: Prices, budget_s: tuple[float, float] | None) -> UsageRow:
     def amount(sources: Collection[Source]) -> Amount:
-        held = [
+        parts = [
             (place.partition(" ")[2], node_s, one.gpu_s.get(source, 0.0))
             for place, one in sums.items()
             for source, node_s in one.node_s.items()
             if source in sources
         ]
-        cost = sum(prices.cost(*each) for each in held) if prices else None
-        return Amount(node_s=sum(each[1] for each in held), gpu_s=sum(each[2] for each in held), cost=cost)
+        cost = sum(prices.cost(*each) for each in parts) if prices else None
+        return Amount(node_s=sum(each[1] for each in parts), gpu_s=sum(each[2] for each in parts), cost=cost)
 
     causes = {source for one in sums.values() for source in one.node_s if source.wasted}
     return UsageRow(

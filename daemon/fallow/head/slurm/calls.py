@@ -1,6 +1,6 @@
-"""All that the head says to Slurm: one poll at a time, one sbatch at a time, and what it cancels; and the stop file.
+"""The head's calls to Slurm: one poll at a time, one sbatch at a time, and scancel. Also the stop file.
 
-While a file of the administrators exists (`[site] stop_file`), nothing is harvested.
+While the administrators' stop file exists (`[site] stop_file`), the head harvests nothing.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import jobs
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book, Run
+from fallow.head.state.registry import Registry, Run
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, OwnerView
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
 from fallow.slurm.paced import PacedClient
@@ -29,43 +29,48 @@ OWNER_EVERY_S = 600.0
 OWNER_PATIENCE_S = 5.0
 
 LOOK_S = 5.0
-"""From one look for the stop file to the next."""
+"""Interval between checks for the stop file."""
 
 TEST_EVERY_S = 10.0
-"""A trial of a submission takes slurmctld's locks, so there is at most one in so long a time."""
+"""Shortest interval between two test submissions, which take slurmctld's locks."""
 
 
 class SlurmCalls:
-    """Asks beside the loop, whose inbox the answers go to; they are taken in with the turn that they get.
+    """Calls Slurm in tasks beside the head's loop. The answers go to the loop's inbox and are handled in a turn.
 
     Args:
         slurm: the client, or None under `fallow local`.
-        book: the runs for which Slurm is asked.
-        harvest: who says what is submitted and looks at what the polls show.
-        inbox: of the head's loop.
-        faults: counts errors that nobody expected.
+        registry: all runs.
+        harvest: makes requests for sbatch and takes in polls.
+        inbox: queue of the head's loop.
+        faults: counts unexpected errors.
     """
 
     def __init__(
-        self, slurm: PacedClient | None, book: Book, harvest: Harvest, inbox: Inbox, faults: Faults | None = None
+        self,
+        slurm: PacedClient | None,
+        registry: Registry,
+        harvest: Harvest,
+        inbox: Inbox,
+        faults: Faults | None = None,
     ) -> None:
         self.config: ClusterConfig | None = None
         self.error: str | None = None
-        "why Slurm does not answer"
+        "reason why Slurm does not answer; None: it answers"
         self.polled_at: float | None = None
-        "when the last good poll was taken in, on the head's clock"
+        "time of the last good poll, on the head's clock"
         self.polls = 0
         self.backend = ""
-        "what answers, and why that"
+        "name of the client in use, and the reason for it"
         self.interval_s = harvest.interval_s
-        "from one poll to the next"
-        self._sooner = asyncio.Event()
-        "the next poll may be due sooner than it was"
+        "interval between polls"
+        self._reschedule = asyncio.Event()
+        "set when the next poll may be due sooner than before"
         self._answers = asyncio.Event()
-        "the last poll was answered, and every submission since; else nothing more is submitted"
+        "set while Slurm has answered the last poll and every submission since; otherwise nothing is submitted"
         self._answers.set()
         self._slurm = slurm
-        self._book = book
+        self._registry = registry
         self._harvest = harvest
         self._inbox = inbox
         self._faults = faults or Faults()
@@ -77,22 +82,22 @@ class SlurmCalls:
         self._owner_task: asyncio.Task[None] | None = None
 
     def sources(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What runs beside the head's loop, until it is cancelled."""
+        """Tasks to run beside the head's loop, by name."""
         slurm, sources = self._slurm, dict[str, Callable[[], Awaitable[None]]]()
         if slurm is not None:
             sources |= {"polls": lambda: self._poll(slurm), "submissions": lambda: self._submit(slurm)}
-        if self._book.config.site.stop_file is not None:
+        if self._registry.config.site.stop_file is not None:
             sources["stop file"] = self._watch_stop_file
         return sources
 
     async def look_for_stop_file(self) -> None:
-        """Tell the loop of a change since the last look."""
-        path, before = self._book.config.site.stop_file, self._is_stopped
+        """Check for the stop file, and tell the loop about a change."""
+        path, was_stopped = self._registry.config.site.stop_file, self._is_stopped
         if path is not None:
-            self._is_stopped = await asyncio.to_thread(exists, path, before)
-            why = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
-            if self._is_stopped != before:
-                self._inbox.put_nowait(Work("stop file", partial(self._harvest.switch, why=why)))
+            self._is_stopped = await asyncio.to_thread(exists, path, was_stopped)
+            reason = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
+            if self._is_stopped != was_stopped:
+                self._inbox.put_nowait(Work("stop file", partial(self._harvest.set_stop_reason, why=reason)))
 
     async def _watch_stop_file(self) -> None:
         while True:
@@ -100,7 +105,7 @@ class SlurmCalls:
             await self.look_for_stop_file()
 
     async def _poll(self, slurm: PacedClient) -> None:
-        """One batch per interval, whatever the number of runs; slower while slurmctld is slow or does not answer."""
+        """Poll once per interval for all runs, and less often while slurmctld is slow or does not answer."""
         failures = 0
         while True:
             began = _now()
@@ -108,7 +113,7 @@ class SlurmCalls:
             try:
                 self.config = await slurm.config()
                 if self.config.accounting:
-                    self._owner_asked(slurm)
+                    self._query_owner(slurm)
                 self.polls += 1
                 cluster = await slurm.poll()
                 failures = 0
@@ -117,52 +122,51 @@ class SlurmCalls:
                 failures += 1
             except Exception as error:
                 words = self._faults.note("Slurm poll", error)
-                cluster = FallowError(f"its answer was not understood ({words})", Exit.SOFTWARE)
+                cluster = FallowError(f"its answer cannot be read ({words})", Exit.SOFTWARE)
                 failures += 1
             if slurm.backend != self.backend:
                 self.backend = slurm.backend
                 log.info("slurm.client", backend=self.backend)
-            # What it showed decides when the next one is due: polls that are to come soon are counted there.
-            with contextlib.suppress(FallowError):  # an error of the head's own at it, which is counted
+            # Wait for the turn: its result decides when the next poll is due.
+            with contextlib.suppress(FallowError):  # an internal error, which is counted elsewhere
                 await self._inbox.ask("poll", partial(self.polled, cluster=cluster))
             await self._wait(slurm, began, failures)
 
     async def _wait(self, slurm: PacedClient, began: float, failures: int) -> None:
-        """Until the next poll is due. What is submitted or taken in between may make that sooner."""
+        """Wait until the next poll is due. Submissions and polls in between may make it due sooner."""
         while True:
-            self.interval_s = self._harvest.neighbours.next_poll_s(self._book, slurm.least_interval_s, failures)
-            left = began + self.interval_s - _now()
-            if left <= 0:
+            self.interval_s = self._harvest.neighbours.next_poll_s(self._registry, slurm.least_interval_s, failures)
+            remaining_s = began + self.interval_s - _now()
+            if remaining_s <= 0:
                 return
-            self._sooner.clear()
+            self._reschedule.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._sooner.wait()
+                async with asyncio.timeout(remaining_s):
+                    await self._reschedule.wait()
 
     def carry_out(self, turn: Turn) -> None:
-        """Submit and cancel what a turn asks for, beside the loop, and poll soon. The turn is durable."""
+        """Start the submissions, cancellations and polls that a durable turn asks for."""
         if turn.poll_soon:
             self._harvest.neighbours.poll_soon(turn.now)
-            self._sooner.set()
+            self._reschedule.set()
         for run_id, token in turn.submissions:
             self.submit(run_id, token)
-        if jobs := [job_id for run, token, job_id in turn.cancels if not self._is_anothers(run, token, job_id)]:
+        if jobs := [job_id for run, token, job_id in turn.cancels if not self._is_other_job(run, token, job_id)]:
             self.cancel(jobs)
 
-    def _is_anothers(self, run: str, token: str, job_id: str) -> bool:
-        """Return True if the last poll shows another job under this number: scancel would end that one."""
-        allocation = self._book.runs[run].allocations.get(token) if run in self._book.runs else None
+    def _is_other_job(self, run: str, token: str, job_id: str) -> bool:
+        """Return True if the last poll shows another job under this id, which scancel would end."""
+        allocation = self._registry.runs[run].allocations.get(token) if run in self._registry.runs else None
         cluster = self._harvest.cluster
         if allocation is None or cluster is None:
             return False
-        shown = [job for job in cluster.jobs if job_id in (job.job_id, job.het_job_id)]
-        is_anothers = bool(shown) and not Shown(shown).of(allocation)
+        matches = [job for job in cluster.jobs if job_id in (job.job_id, job.het_job_id)]
+        is_anothers = bool(matches) and not Shown(matches).of(allocation)
         if is_anothers:
-            log.warning("cancel.skipped", job=job_id, token=token, shown=shown[0].name)
+            log.warning("cancel.skipped", job=job_id, token=token, shown=matches[0].name)
         return is_anothers
 
     def polled(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
-        """Take in a poll, or why there is none."""
         if isinstance(cluster, FallowError):
             if self.error is None:
                 turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
@@ -175,52 +179,54 @@ class SlurmCalls:
         if not self._answers.is_set():
             jobs.give_up_queued(turn, "Slurm did not answer before it was submitted")
             self._answers.set()
-        # Without an association of the user in it, the answer says nothing of limits.
+        # Without an association of the user, the answer holds no limits.
         self._harvest.owner = self._owner if self._owner is not None and self._owner.shares else None
         self._harvest.polled(turn, cluster, self.config)
-        self._sooner.set()
+        self._reschedule.set()
 
     def submit(self, run: str, token: str) -> None:
-        """Submit an allocation as soon as those before it are, if it is still wanted then."""
+        """Queue an allocation for submission. It is dropped if it is no longer wanted when its turn comes."""
         self._submissions.put_nowait((run, token))
 
     async def _submit(self, slurm: PacedClient) -> None:
         while True:
             await slurm.may_submit()
             run_id, token = await self._next_due()
-            run = self._book.runs[run_id]
+            run = self._registry.runs[run_id]
             outcome: str | SubmitRejected | SubmitUnknown
             try:
-                request = self._harvest.request(self._book.paths, run, run.allocations[token])
+                request = self._harvest.request(self._registry.paths, run, run.allocations[token])
                 outcome = await slurm.submit(request)
             except (SubmitRejected, SubmitUnknown) as failure:
                 outcome = failure
             except FallowError as error:
                 outcome = SubmitRejected(token, error.message)
             except Exception as error:
-                # Nobody knows how far it came: the next polls show whether there is such a job.
+                # The job may have been submitted; the next polls show it.
                 outcome = SubmitUnknown(token, self._faults.note("Slurm submit", error, run_id))
             if isinstance(outcome, SubmitUnknown):
-                # A slurmctld that hangs still carries out all that it was sent, when it wakes up.
+                # A slurmctld that hangs may still carry out the submission later.
                 self._answers.clear()
-            answered = partial(self.submitted, run_id=run_id, token=token, outcome=outcome)
-            self._inbox.put_nowait(Work("submitted", answered, run_id))
+            act = partial(self.submitted, run_id=run_id, token=token, outcome=outcome)
+            self._inbox.put_nowait(Work("submitted", act, run_id))
 
     async def _next_due(self) -> tuple[str, str]:
-        """The oldest that is still wanted, once Slurm answers. That it may exist from now on is durable when this
-        returns."""
+        """Return the oldest submission that is still wanted, once Slurm answers.
+
+        When this returns, it is durable that the job may exist.
+        """
         while True:
             run_id, token = await self._submissions.get()
             await self._answers.wait()
-            with contextlib.suppress(FallowError):  # an error of the head's own at it, which is counted
+            with contextlib.suppress(FallowError):  # an internal error, which is counted elsewhere
                 if await self._inbox.ask("due", partial(self._send, run_id=run_id, token=token), run_id):
                     return run_id, token
 
     def _send(self, turn: Turn, run_id: str, token: str) -> bool:
-        return self._harvest.send(turn, turn.book.runs[run_id], token)
+        return self._harvest.send(turn, turn.registry.runs[run_id], token)
 
     async def test(self, run: Run) -> str:
-        """Why harvest jobs of this run would be refused; empty: nothing is known against them."""
+        """Reason why Slurm would refuse harvest jobs of this run; empty: none is known."""
         now = _now()
         if self._slurm is None or run.ended or now - self._tested_at < TEST_EVERY_S:
             return ""
@@ -229,11 +235,11 @@ class SlurmCalls:
             return example
         self._tested_at = now
         try:
-            request = self._harvest.request(self._book.paths, run, example)
+            request = self._harvest.request(self._registry.paths, run, example)
             await self._slurm.test_only(request)
         except SubmitRejected as refusal:
             partition, reason = example.partition, refusal.reason
-            tested = partial(self._harvest.tested, run_id=run.id, partition=partition, reason=reason)
+            tested = partial(self._harvest.note_trial, run_id=run.id, partition=partition, reason=reason)
             self._inbox.put_nowait(Work("trial", tested, run.id))
             return f"{partition}: {reason}"
         except FallowError as error:
@@ -241,34 +247,33 @@ class SlurmCalls:
         return ""
 
     def submitted(self, turn: Turn, run_id: str, token: str, outcome: str | SubmitRejected | SubmitUnknown) -> None:
-        """Take in what came of a submission: a job id, or why there is none."""
-        run = turn.book.runs[run_id]
-        self._sooner.set()
+        run = turn.registry.runs[run_id]
+        self._reschedule.set()
         match outcome:
             case str(job_id):
-                self._harvest.submitted(turn, run, token, job_id)
+                self._harvest.note_submission(turn, run, token, job_id)
                 if run.allocations[token].asked_at is not None:
                     turn.cancels.append((run.id, token, job_id))
             case SubmitRejected(reason=reason):
-                self._harvest.refused(turn, run, token, reason)
+                self._harvest.note_refusal(turn, run, token, reason)
             case SubmitUnknown(reason=reason):
-                self._harvest.unknown(turn, run, token, reason)
+                self._harvest.note_unknown_outcome(turn, run, token, reason)
 
     async def owner(self) -> OwnerView | None:
-        """What Slurm's accounting said last about the head's owner; asked at most once in a while, and not waited for
-        for long: the next question finds the answer."""
+        """The last answer of Slurm's accounting about the head's owner. Slurm is asked at most every `OWNER_EVERY_S`,
+        and the wait is at most `OWNER_PATIENCE_S`: the next call then gets the answer."""
         if self._slurm is None:
             return None
-        await asyncio.wait([self._owner_asked(self._slurm)], timeout=OWNER_PATIENCE_S)
+        await asyncio.wait([self._query_owner(self._slurm)], timeout=OWNER_PATIENCE_S)
         return self._owner
 
-    def _owner_asked(self, slurm: PacedClient) -> asyncio.Task[None]:
-        """The question that is under way, or the last one where its answer is not old yet."""
-        asked = self._owner_task
-        if asked is None or (asked.done() and _now() - self._owner_at > OWNER_EVERY_S):
+    def _query_owner(self, slurm: PacedClient) -> asyncio.Task[None]:
+        """The task of the present query, or of the last one if its answer is recent."""
+        task = self._owner_task
+        if task is None or (task.done() and _now() - self._owner_at > OWNER_EVERY_S):
             self._owner_at = _now()
-            asked = self._owner_task = self._faults.beside("Slurm owner", self._ask_owner(slurm))
-        return asked
+            task = self._owner_task = self._faults.run_in_background("Slurm owner", self._ask_owner(slurm))
+        return task
 
     async def _ask_owner(self, slurm: PacedClient) -> None:
         try:
@@ -279,21 +284,20 @@ class SlurmCalls:
                 self._owner = OwnerView(user="", at=time.time(), notes=[f"Slurm did not say: {error.message}"])
 
     def cancel(self, jobs: list[str]) -> None:
-        """Cancel jobs, beside the loop."""
         if self._slurm is not None:
-            self._faults.beside("Slurm cancel", self._cancel(self._slurm, jobs))
+            self._faults.run_in_background("Slurm cancel", self._cancel(self._slurm, jobs))
 
     @staticmethod
     async def _cancel(slurm: PacedClient, jobs: list[str]) -> None:
         try:
             await slurm.cancel(jobs)
         except FallowError as error:
-            # The next poll shows what is still there, and it is cancelled again.
+            # The next poll shows the jobs that remain, and they are cancelled again.
             log.warning("cancel.failed", jobs=jobs, error=error.message)
 
 
 def exists(path: str, before: bool) -> bool:
-    """Is the file there? While nobody can tell, what was so `before` holds."""
+    """True if the file exists; `before` if that cannot be told now."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""What a run could use, and may spend: how many nodes more, of which kind, in whose name, within which budget."""
+"""Demand of a run: number and kind of further nodes, account and QOS of its requests, and budget. Also base jobs."""
 
 import dataclasses
 from collections import Counter
@@ -19,7 +19,7 @@ from fallow.core.planning.situation import Situation
 from fallow.core.submission.sbatch_line import base_nodes
 from fallow.core.training.restarts import LEAST_MINUTES
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -38,49 +38,51 @@ UNBOUNDED = 1_000_000
 
 
 def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -> Demand:
-    """What to plan with for a run that has not ended.
+    """Demand of a run that has not ended, for the planner.
 
     Args:
-        run: whose demand it is.
-        nodes: of the last poll.
+        run: the run.
+        nodes: node name -> node, of the last poll.
         now: Unix time of the poll.
-        asks: False: nothing may be asked for now.
+        asks: False if the run may request nothing now.
     """
     asks = asks and not run.record.paused and not run.roster.finishing
-    wanted = _missing(run)
+    nodes_wanted = _missing_nodes(run)
     homes = [run.roster.nodes[n].host for n in run.roster.present()]
     contract = run.root.contract
     restarts, is_alike = (False, False) if contract is None else (contract.restarts, bool(contract.arithmetic))
     return Demand(
         run=run.id,
-        nodes=wanted if asks else min(wanted, 0),
+        nodes=nodes_wanted if asks else min(nodes_wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if restarts else 0),
-        barred=frozenset((*run.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
-        budget_node_s=left_s(run, now),
+        barred=frozenset((*run.avoided_nodes, *unfolded(run.spec.harvest_given.get("exclude", "")))),
+        budget_node_s=budget_left_node_s(run, now),
         kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
         renew=asks,
     )
 
 
-def _missing(run: Run) -> int:
-    """Nodes that the run could use and neither holds nor has asked for; negative: so many too many."""
+def _missing_nodes(run: Run) -> int:
+    """Number of nodes that the run could use beyond those that it holds or has requested; negative: a surplus."""
     useful = run.useful_members
     if run.root.generation == 0 and run.root.status is RunStatus.WAITING and run.record.slots is None:
-        # Nothing of it has run yet: the base allocation shows first that the script works.
+        # Nothing has run yet. First the base job must show that the script works.
         useful = 0 if run.record.base_wanted else useful
-    live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING or _comes_again(run, a)]
+    live = [
+        a for a in run.live_allocations() if a.state is not AllocationState.RELEASING or _will_be_resubmitted(run, a)
+    ]
     replaced = {a.replaces for a in live}
-    # While its successor starts, a node is counted once.
-    staying = [a for a in live if a.token not in replaced]
-    return useful - sum(_nodes(a) for a in staying)
+    # While the successor of a node starts, both count as one node.
+    remaining_allocations = [a for a in live if a.token not in replaced]
+    return useful - sum(_nodes(a) for a in remaining_allocations)
 
 
-def _comes_again(run: Run, allocation: Allocation) -> bool:
-    """Will the head submit it again when it is over? What was asked for in its place would be withdrawn then."""
+def _will_be_resubmitted(run: Run, allocation: Allocation) -> bool:
+    """True if the head will submit this job again after its end, so that no other node should replace it."""
     r = run.record
-    return allocation.kind is AllocationKind.BASE and r.base_wanted and not (r.paused or run.held_back)
+    return allocation.kind is AllocationKind.BASE and r.base_wanted and not (r.paused or run.base_hold_reason)
 
 
 def _nodes(allocation: Allocation) -> int:
@@ -90,20 +92,20 @@ def _nodes(allocation: Allocation) -> int:
 
 
 def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
-    """Nodes that the run can use: its software's architecture, its GPUs.
+    """The kind of nodes that the run can use: architecture, GPUs, CPUs, memory and constraints.
 
     Args:
-        spec: of the run.
-        homes: its members' nodes.
-        alike: bits count, so only nodes like those.
+        spec: specification of the run.
+        homes: nodes of its members.
+        alike: True if results must be bit-identical, so that only nodes like `homes` will do.
     """
-    given = spec.harvest_given
-    asked = gpu_types(given.get("gres", "")) or gpu_types(_as_gres(given.get("gpus-per-node", "")))
-    typed = [kind for kind in asked if kind]
-    gpus = sum(asked.values())
-    cpus, memory_mb = _per_node(given, gpus)
-    # A job that shares its nodes with nobody finds no room beside others.
-    shares = gpus > 0 and "exclusive" not in given
+    options = spec.harvest_given
+    gpu_counts = gpu_types(options.get("gres", "")) or gpu_types(_as_gres(options.get("gpus-per-node", "")))
+    typed = [kind for kind in gpu_counts if kind]
+    gpus = sum(gpu_counts.values())
+    cpus, memory_mb = _per_node(options, gpus)
+    # An exclusive job cannot use a part of a node.
+    shares = gpus > 0 and "exclusive" not in options
     return Kind(
         arch=next((node.arch for node in homes if node.arch), ""),
         gpus=gpus,
@@ -111,19 +113,19 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
         cpus=cpus,
         memory_mb=memory_mb,
         gpu_type=typed[0] if len(typed) == 1 else "",
-        constraint=given.get("constraint", ""),
-        reservation=given.get("reservation", ""),
+        constraint=options.get("constraint", ""),
+        reservation=options.get("reservation", ""),
         alike=tuple(sorted({likeness(node) for node in homes})) if alike else (),
     )
 
 
-def _per_node(given: Mapping[str, str], gpus: int) -> tuple[int, int]:
-    """CPUs and MiB that a script asks for on a node of so many GPUs; 0: it does not say."""
-    tasks = max(1, count(given.get("ntasks-per-node", "")))
-    cpus = count(given.get("cpus-per-task", "")) * tasks or count(given.get("cpus-per-gpu", "")) * gpus
+def _per_node(options: Mapping[str, str], gpus: int) -> tuple[int, int]:
+    """CPUs and MiB of memory that a script requests on a node with `gpus` GPUs; 0: it does not say."""
+    tasks = max(1, count(options.get("ntasks-per-node", "")))
+    cpus = count(options.get("cpus-per-task", "")) * tasks or count(options.get("cpus-per-gpu", "")) * gpus
     cpus = cpus or (tasks if tasks > 1 else 0)
-    by_cpu, by_gpu = megabytes(given.get("mem-per-cpu", "")), megabytes(given.get("mem-per-gpu", ""))
-    return cpus, megabytes(given.get("mem", "")) or by_cpu * max(cpus, 1) or by_gpu * gpus
+    by_cpu, by_gpu = megabytes(options.get("mem-per-cpu", "")), megabytes(options.get("mem-per-gpu", ""))
+    return cpus, megabytes(options.get("mem", "")) or by_cpu * max(cpus, 1) or by_gpu * gpus
 
 
 def _as_gres(gpus: str) -> str:
@@ -131,7 +133,7 @@ def _as_gres(gpus: str) -> str:
     return ",".join(f"gpu:{item}" for item in gpus.split(",") if item)
 
 
-# -- a run that does not exist yet -----------------------------------------------------------------------------------
+# -- estimate for a new run ------------------------------------------------------------------------------------------
 
 
 def estimate(
@@ -139,18 +141,18 @@ def estimate(
     spec: RunSpec,
     rules: HarvestRules,
     live: Sequence[Allocation],
-    known: Known,
+    knowledge: Known,
     ordered: Asker | None = None,
 ) -> Prospect:
-    """Plan for this run as if its base job had begun; what other runs want besides is left out.
+    """Plan for this run as if its base job had started. Other runs' demand is left out.
 
     Args:
-        cluster: one poll.
-        spec: what would be submitted.
-        rules: what is allowed.
-        live: allocations of all runs.
-        known: what was learned.
-        ordered: account and QOS of harvest jobs, where the configuration says so.
+        cluster: a poll.
+        spec: specification of the new run.
+        rules: rules for harvest requests.
+        live: live allocations of all runs.
+        knowledge: the planner's experience.
+        ordered: account and QOS of harvest jobs, if the configuration sets them.
     """
     cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
     budget_s = None if spec.budget_node_hours is None else spec.budget_node_hours * 3600.0
@@ -163,7 +165,7 @@ def estimate(
         kind=kind_of(spec, []),
         asker=Asker.of(spec, ordered),
     )
-    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), known, assess(cluster, live))
+    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), knowledge, assess(cluster, live))
     unbounded = replace(situation.rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED)
     asks, all_asks = (plan(some).asks for some in (situation, dataclasses.replace(situation, rules=unbounded)))
     return Prospect(
@@ -178,18 +180,18 @@ def estimate(
     )
 
 
-def _notes(spec: RunSpec, rules: HarvestRules, allowed: Sequence[str], cluster: ClusterState) -> list[str]:
+def _notes(spec: RunSpec, rules: HarvestRules, usable_partitions: Sequence[str], cluster: ClusterState) -> list[str]:
     notes: list[str] = []
     if spec.max_nodes == spec.min_nodes:
         return notes
-    unknown = sorted(set(spec.harvest_partitions) - {p.partition for p in cluster.partitions})
-    if unknown:
-        notes.append(f"there is no partition {', '.join(unknown)}")
-    named = set(spec.harvest_partitions or rules.partitions)
-    if not allowed or (named and not named & set(allowed)):
-        where = f"partition {', '.join(sorted(named))}" if named else "any partition"
+    unknown_partitions = sorted(set(spec.harvest_partitions) - {p.partition for p in cluster.partitions})
+    if unknown_partitions:
+        notes.append(f"there is no partition {', '.join(unknown_partitions)}")
+    named_partitions = set(spec.harvest_partitions or rules.partitions)
+    if not usable_partitions or (named_partitions and not named_partitions & set(usable_partitions)):
+        where_text = f"partition {', '.join(sorted(named_partitions))}" if named_partitions else "any partition"
         notes.append(
-            f"nothing may be harvested in {where}: it is down, not open to your groups, or nobody would preempt "
+            f"nothing may be harvested in {where_text}: it is down, not open to your groups, or nobody would preempt "
             "harvest jobs there and [harvest] allow_without_preemption is off"
         )
     return notes
@@ -198,8 +200,8 @@ def _notes(spec: RunSpec, rules: HarvestRules, allowed: Sequence[str], cluster: 
 # -- budgets and base jobs -------------------------------------------------------------------------------------------
 
 
-def left_s(run: Run, at: float) -> float | None:
-    """Node-seconds that may still be asked for; None: no budget. `at`: Unix time of the last poll."""
+def budget_left_node_s(run: Run, at: float) -> float | None:
+    """Node-seconds of the budget that may still be reserved; None: no budget. `at`: Unix time of the last poll."""
     hours = run.spec.budget_node_hours
     if hours is None:
         return None
@@ -207,28 +209,28 @@ def left_s(run: Run, at: float) -> float | None:
 
 
 def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
-    """Jobs whose granted time is more than the budget has left go in time; what watches walltimes releases them."""
-    hours, room = run.spec.budget_node_hours, left_s(run, at)
-    if hours is None or room is None or run.ended:
+    """Cancel waiting jobs and shorten running ones as the budget demands. `deadlines.watch_time` releases them."""
+    hours, remaining_node_s = run.spec.budget_node_hours, budget_left_node_s(run, at)
+    if hours is None or remaining_node_s is None or run.ended:
         return
     allocations = list(run.allocations.values())
-    waiting = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
-    for allocation in sorted(waiting, key=lambda a: -a.requested_at):
-        if room >= 0:
+    waiting_jobs = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
+    for allocation in sorted(waiting_jobs, key=lambda a: -a.requested_at):
+        if remaining_node_s >= 0:
             break
-        room += budget.booked(allocation, at)
+        remaining_node_s += budget.booked(allocation, at)
         if allocation.asked_at is None:
             turn.cancel(run, allocation, f"the budget of {hours:g} node-hours does not allow for it")
     end = budget.exhausted_at(hours * 3600.0, run.record.spent_node_s, allocations, at)
     for allocation in allocations:
-        running = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
-        if end is not None and running and (allocation.end_at is None or end < allocation.end_at):
+        is_charged = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
+        if end is not None and is_charged and (allocation.end_at is None or end < allocation.end_at):
             allocation.end_at, allocation.ends_because = end, f"the budget of {hours:g} node-hours is used up"
             turn.dirty.add(run.id)
 
 
 def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
-    """Submit the base job again when the last one is over and the script is not finished."""
+    """Submit the base job again if the last one has ended and the script is not finished."""
     record = run.record
     if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
         return
@@ -238,21 +240,20 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         return
     if run.root.limit <= len(run.roster.present()):
         limit = counted(run.root.limit, "node")
-        hold_back(turn, run, f"the limit of {limit} leaves no place for it; to raise it: fallow grow {run.id}")
+        note_base_hold(turn, run, f"the limit of {limit} has no place for it; to raise the limit: fallow grow {run.id}")
         return
-    # It will be granted what the last one was granted.
-    limit_s, room, nodes = run.bases[-1].limit_s, left_s(run, at), base_nodes(run.spec)
-    if room is not None and (limit_s is None or limit_s * nodes > room):
+    # Assume that Slurm grants the time of the last base job.
+    limit_s, remaining_node_s, nodes = run.bases[-1].limit_s, budget_left_node_s(run, at), base_nodes(run.spec)
+    if remaining_node_s is not None and (limit_s is None or limit_s * nodes > remaining_node_s):
         needs = "has no time limit" if limit_s is None else f"needs {limit_s * nodes / 3600:.3g}"
-        hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")
+        note_base_hold(turn, run, f"{max(0.0, remaining_node_s) / 3600:.3g} node-hours are left and the job {needs}")
         return
-    run.held_back = ""
+    run.base_hold_reason = ""
     turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, renewed=True, limit_s=limit_s)
 
 
-def hold_back(turn: Turn, run: Run, why: str) -> None:
-    """Say once why the base job is not submitted again."""
+def note_base_hold(turn: Turn, run: Run, why: str) -> None:
     text = f"the base job is not submitted again: {why}"
-    if text != run.held_back:
+    if text != run.base_hold_reason:
         turn.record(run, "budget", text)
-    run.held_back = text
+    run.base_hold_reason = text

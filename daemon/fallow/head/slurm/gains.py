@@ -1,4 +1,4 @@
-"""What nodes are worth to each run: its curve, its project's share and its deadline become its gain."""
+"""Gain of each run from further nodes, from its speed curve, its project's share and its deadline."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
@@ -9,14 +9,14 @@ from fallow.core.accounting.spans import held
 from fallow.core.planning.gain import Curve, Gain, pooled, speeds
 from fallow.core.planning.share import Worth, values
 from fallow.core.training.restarts import PAUSE_S as RESTART_S
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import AllocationState
 
 ALIKE = 8
-"""A run learns from so many of the newest like it: evidence fades, and each poll would take longer for ever."""
+"""Number of similar runs, the newest, whose measurements a run uses. A limit keeps the time of a poll bounded."""
 
 PAUSE_S = 0.5
-"""Stall at a change, until this run has had one."""
+"""Assumed pause at a membership change, until this run has had one."""
 
 Model = tuple[str | int | None, ...]
 
@@ -25,14 +25,14 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]
     """Gain of every run that has not ended.
 
     Args:
-        all_runs: ended ones too: runs of the same script learn from each other.
+        all_runs: all runs, including ended ones: runs of one script use each other's measurements.
         at: Unix time.
-        start_s: from the request for a node until it trains, as a rule.
+        start_s: usual time from the request for a node until it trains.
     """
     runs = [run for run in all_runs if not run.spec.local]
     alike: dict[Model, list[Run]] = {}
     newest: dict[str, Run] = {}
-    "script -> the newest run of it that has said what it trains"
+    "script -> its newest run with a contract"
     for run in sorted(runs, key=lambda run: -run.spec.created_at):
         if run.root.contract is not None:
             alike.setdefault(_model(run), []).append(run)
@@ -40,28 +40,28 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]
     live = [run for run in runs if not run.ended]
     shares = [(run.id, _project(run), run.spec.weight) for run in live]
     weights = fairshare.weights(shares, _use(live, runs, at))
-    found: dict[str, Gain] = {}
+    gains_by_run: dict[str, Gain] = {}
     for run in live:
-        # As long as a run has not said what it has, what the newest run of the script has is the best guess.
-        like = newest.get(run.spec.script, run) if run.root.contract is None else run
-        found[run.id] = _gain(run, _teachers(run, alike.get(_model(like), [])), weights[run.id], at, start_s)
-    return found
+        # Until a run has a contract, assume that of the newest run of its script.
+        model = newest.get(run.spec.script, run) if run.root.contract is None else run
+        gains_by_run[run.id] = _gain(run, _teachers(run, alike.get(_model(model), [])), weights[run.id], at, start_s)
+    return gains_by_run
 
 
 def _model(run: Run) -> Model:
-    """Runs of a script with the same tensors, shards, global batch and workers per node learn from each other."""
+    """Key of similar runs: script, tensors, shards, global batch and workers per node."""
     contract = run.root.contract
-    said = () if contract is None else (contract.signature, contract.shards, contract.global_batch)
-    return run.spec.script, *said, run.record.slots
+    shape = () if contract is None else (contract.signature, contract.shards, contract.global_batch)
+    return run.spec.script, *shape, run.record.slots
 
 
 def _project(run: Run) -> str:
-    """The account that it was submitted for, whichever its harvest jobs run under; empty: the user's default one."""
+    """Account of the run's own submission, whatever its harvest jobs use; empty: the user's default account."""
     return run.spec.harvest_given.get("account", "")
 
 
 def _use(live: Sequence[Run], runs: Sequence[Run], at: float) -> dict[str, float]:
-    """Project -> faded node-seconds that its runs have had, whether or not those have ended."""
+    """Project -> decayed node-seconds of its runs, including ended ones."""
     use = dict.fromkeys(map(_project, live), 0.0)
     for run in runs:
         if _project(run) in use:
@@ -71,28 +71,28 @@ def _use(live: Sequence[Run], runs: Sequence[Run], at: float) -> dict[str, float
     return use
 
 
-def _gain(run: Run, others: Sequence[Run], weight: float, at: float, start_s: float) -> Gain:
-    """Gain of one run. Args: others: that it learns from; weight: of its gain beside that of others."""
+def _gain(run: Run, teachers: Sequence[Run], weight: float, at: float, start_s: float) -> Gain:
+    """Gain of one run. Args: teachers: similar runs with measurements; weight: weight among all runs."""
     spec, contract = run.spec, run.root.contract
-    slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
-    said = [one.root.contract.shards for one in (run, *others[:1]) if one.root.contract is not None]
-    shards = next(filter(None, said), spec.max_nodes * slots)
+    slots = run.record.slots or spec.workers_per_node or (teachers[0].record.slots if teachers else None) or 1
+    shard_counts = [one.root.contract.shards for one in (run, *teachers[:1]) if one.root.contract is not None]
+    shards = next(filter(None, shard_counts), spec.max_nodes * slots)
     restarts = contract is not None and contract.restarts
-    curve = pooled(run.record.curve, [other.record.curve for other in others], at)
-    fast = tuple(speeds(curve, shards, slots, spec.max_nodes))
-    standing = _schedule(run, curve, at)
+    curve = pooled(run.record.curve, [other.record.curve for other in teachers], at)
+    node_speeds = tuple(speeds(curve, shards, slots, spec.max_nodes))
+    current_schedule = _schedule(run, curve, at)
     worth = values(
-        fast,
+        node_speeds,
         spec.max_nodes,
         weight,
         least=1 if run.root.generation > 0 else spec.min_nodes,
-        urgency=1.0 if standing is None else standing.urgency,
-        urgent_nodes=0 if standing is None else standing.nodes(fast),
+        urgency=1.0 if current_schedule is None else current_schedule.urgency,
+        urgent_nodes=0 if current_schedule is None else current_schedule.nodes(node_speeds),
     )
-    running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.harvested]
-    base = sum(len(a.nodes) or a.nodes_wanted for a in running)
+    base_jobs = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.harvested]
+    base = sum(len(a.nodes) or a.nodes_wanted for a in base_jobs)
     pause_s = run.longest_pause_s() or (RESTART_S if restarts else PAUSE_S)
-    return Gain(Worth(worth, base, spec.min_nodes, start_s, pause_s), fast, curve, standing)
+    return Gain(Worth(worth, base, spec.min_nodes, start_s, pause_s), node_speeds, curve, current_schedule)
 
 
 def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:
@@ -103,11 +103,11 @@ def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:
 
 
 def _total_steps(run: Run) -> int:
-    said = None if run.root.contract is None else run.root.contract.total_steps
-    return said or max((progress.total_steps or 0 for progress in run.progress.values()), default=0)
+    contract_steps = None if run.root.contract is None else run.root.contract.total_steps
+    return contract_steps or max((progress.total_steps or 0 for progress in run.progress.values()), default=0)
 
 
 def _teachers(run: Run, alike: list[Run]) -> list[Run]:
-    """Those that it learns from, the newest first; one that was never measured says at least how many shards it had."""
-    known = (other for other in alike if other is not run and other.record.curve.is_measured)
-    return list(islice(known, ALIKE)) or [other for other in alike[:2] if other is not run]
+    """Similar runs with measurements, newest first; else some without, for their number of shards."""
+    measured_runs = (other for other in alike if other is not run and other.record.curve.is_measured)
+    return list(islice(measured_runs, ALIKE)) or [other for other in alike[:2] if other is not run]

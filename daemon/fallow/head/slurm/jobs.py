@@ -1,6 +1,7 @@
-"""Jobs of allocations: what is handed to sbatch, and the facts that polls show.
+"""Jobs of allocations: requests for sbatch, and the state of jobs in polls.
 
-An allocation's job has started, is preempted, has ended, was cancelled by somebody, never came, or is left behind.
+A poll shows that an allocation's job has started, is preempted, has ended, was cancelled by somebody, is missing, or is
+an orphan.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,85 +34,85 @@ from fallow.core.submission.sbatch import base_options, harvest_options, job_env
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
-from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run
+from fallow.head.peers.agents import note_agent_end
+from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, FallowError, JobInfo, JobRequest, RunStatus
 
 log = structlog.get_logger("fallow.head")
 
-DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
-"""Ends of a job that are the script's own doing."""
+SCRIPT_END_STATES = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
+"""Final states of a job that the script itself causes."""
 
 REMEMBERED_S = 120.0
-"""Slurm surely shows how a job has ended for so long (MinJobAge is 300 s by default)."""
+"""Time for which Slurm certainly shows an ended job (MinJobAge is 300 s by default)."""
 
 SILENT_S = 60.0
-"""A job that polls do not show, and whose agents are silent, is taken for ended after so long or a lease."""
+"""Time after which a job counts as ended if polls do not show it and its agents are silent; at least a lease."""
 
 
 def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
-    """Bring every allocation up to date with a poll, also those that are over for us and not yet for Slurm.
+    """Update every allocation from a poll, including those that are over for us and not yet for Slurm.
 
     Args:
         turn: takes the effects.
         cluster: the poll.
-        backoff: is told of requests that somebody cancelled.
+        backoff: notes requests that somebody cancelled.
     """
     jobs = Shown(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
-    closed = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
+    closed_nodes = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
 
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
         for allocation in list(run.allocations.values()):
             if allocation.live:
-                left_word(turn, run, allocation)
-                _observe(turn, run, allocation, jobs.of(allocation), cluster.at)
+                read_left_job_id(turn, run, allocation)
+                _update_allocation(turn, run, allocation, jobs.of(allocation), cluster.at)
             elif allocation.settled:
-                _prove_gone(turn, run, allocation)
+                _end_processes(turn, run, allocation)
         for allocation in list(run.allocations.values()):
-            mine = jobs.of(allocation)
-            if follow(allocation, mine, cluster.at, gpus):
+            own_jobs = jobs.of(allocation)
+            if follow(allocation, own_jobs, cluster.at, gpus):
                 turn.dirty.add(run.id)
                 if allocation.settled:
-                    turn.book.close(run, allocation)
-                    if cancelled.by_others(allocation, mine, closed):
-                        _cancelled(turn, run, allocation, backoff)
+                    turn.registry.close(run, allocation)
+                    if cancelled.by_others(allocation, own_jobs, closed_nodes):
+                        _handle_cancellation(turn, run, allocation, backoff)
 
-    turn.for_each(turn.book.on_slurm, "jobs of a poll", observe_run)
+    turn.for_each(turn.registry.on_slurm, "jobs of a poll", observe_run)
 
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
-    """Take up a base job again that Slurm has requeued. Of an ended run the job is swept up."""
+    """Revive the allocation of a base job that Slurm has requeued. `sweep` cancels the job of an ended run."""
     bases = [a for a in run.bases if not a.settled]
     for allocation in bases:
-        others = any(a.live for a in bases if a is not allocation)
-        if run.ended or others or not requeued(allocation, jobs.of(allocation)):
+        has_other_base = any(a.live for a in bases if a is not allocation)
+        if run.ended or has_other_base or not requeued(allocation, jobs.of(allocation)):
             continue
         for host in list(allocation.hosts):
-            agent_gone(turn, run, allocation, host, "Slurm has requeued its job", taken=True)
+            note_agent_end(turn, run, allocation, host, "Slurm has requeued its job", by_slurm=True)
         begin_again(allocation, turn.now)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
 
 
-def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
-    """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
+def _update_allocation(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
+    """Update one allocation. Args: jobs: its jobs in the poll; at: Unix time of the poll."""
     unseen, was_shown = allocation.job_id is None, allocation.unseen_at is None
-    changed = observe(allocation, jobs, at, horizon_s(turn.book.config.slurm.poll_interval_s))
+    change = observe(allocation, jobs, at, horizon_s(turn.registry.config.slurm.poll_interval_s))
     if allocation.unseen_at is None:
         run.shown_at[allocation.token] = at
     _give_up_forgotten(turn, run, allocation, at)
     if was_shown is not (allocation.unseen_at is None):
         turn.dirty.add(run.id)
-    if changed is not None:
+    if change is not None:
         job = f" (job {allocation.job_id})" if allocation.job_id else ""
-        turn.record(run, "job", f"{allocation.token}{job}: {changed}")
+        turn.record(run, "job", f"{allocation.token}{job}: {change}")
     grace_end = preempted_until(jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
         turn.release_allocation(run, allocation, "preempted")
     if not allocation.live:
-        _ended(turn, run, allocation)
+        _handle_end(turn, run, allocation)
     elif (
         allocation.asked_at is not None
         and not allocation.agents
@@ -123,16 +124,12 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInf
 
 
 def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) -> None:
-    """Give up the agents of a job that polls have not shown for long, if they are silent for as long.
+    """Give up the agents of a job that polls no longer show, if the agents have been silent for as long.
 
-    Slurm does not forget a job that runs. After a crash it may show an older state; agents that are heard
-    prove that their job runs.
-
-    Args:
-        turn, run, allocation: takes the effects, and whose job.
-        at: Unix time of this poll.
+    Slurm does not forget a running job. After a crash Slurm may show an older state, but messages of its agents prove
+    that a job runs. `at`: Unix time of this poll.
     """
-    patience_s = max(SILENT_S, turn.book.config.membership.lease_s)
+    patience_s = max(SILENT_S, turn.registry.config.membership.lease_s)
     missing_s = 0.0 if allocation.unseen_at is None else at - allocation.unseen_at
     if allocation.submit_at is None or allocation.missing < MISSING_POLLS or missing_s <= patience_s:
         return
@@ -140,90 +137,100 @@ def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) 
     if all(turn.at - seen_at > patience_s for seen_at in heard_at):
         for host in allocation.hosts:
             reason = f"agent on {host} is silent, and Slurm no longer has job {allocation.job_id}"
-            agent_gone(turn, run, allocation, host, reason, taken=True)
+            note_agent_end(turn, run, allocation, host, reason, by_slurm=True)
 
 
 def _end_was_missed(run: Run, allocation: Allocation) -> bool:
-    """Return True if Slurm may have shown how a job ended, and forgotten it, while this head was away."""
+    """Return True if a job may have ended, and Slurm may have forgotten it, while this head was away."""
     shown_at = run.shown_at.get(allocation.token, -inf)
     return allocation.unseen_at is not None and allocation.unseen_at - shown_at > REMEMBERED_S
 
 
-def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
+def _handle_end(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
-    taken, node_failed = allocation.reason not in DUD, allocation.reason == "NODE_FAIL"
+    by_slurm, node_failed = allocation.reason not in SCRIPT_END_STATES, allocation.reason == "NODE_FAIL"
     for host in list(allocation.hosts):
-        agent_gone(turn, run, allocation, host, reason, taken=taken, node_failed=node_failed)
+        note_agent_end(turn, run, allocation, host, reason, by_slurm=by_slurm, node_failed=node_failed)
     vanished = allocation.reason == "" and allocation.start_at is None
-    lost = allocation.state is AllocationState.LOST
-    if allocation.kind is AllocationKind.BASE and (lost or (vanished and _end_was_missed(run, allocation))):
-        # Nobody is known to have cancelled it. A run that has trained asks again by itself.
+    is_lost = allocation.state is AllocationState.LOST
+    if allocation.kind is AllocationKind.BASE and (is_lost or (vanished and _end_was_missed(run, allocation))):
+        # Nobody is known to have cancelled the job. A run that has trained gets a new base job.
         if is_new(run) and allocation.asked_at is None:
-            text = "Slurm never had its job, as its answers show; submit it again"
+            text = "Slurm never had its job; submit the run again"
             if allocation.job_id is not None:
-                text = f"Slurm took job {allocation.job_id} and has forgotten it; submit it again"
+                text = f"Slurm accepted job {allocation.job_id} and has forgotten it; submit the run again"
             turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
     elif allocation.kind is AllocationKind.BASE and vanished and allocation.asked_at is None:
-        # It waited, and Slurm has forgotten how it ended. While Slurm remembers, its state tells.
-        _base_cancelled(turn, run, allocation)
-    elif not (allocation.agents or allocation.told_to_end) and allocation.asked_at is None and allocation.reason in DUD:
-        _came_to_nothing(turn, run, allocation)
-    turn.book.end_allocation(run, allocation, reason)
+        # The job waited and disappeared without a final state, so somebody has cancelled it.
+        _handle_base_cancellation(turn, run, allocation)
+    elif (
+        not (allocation.agents or allocation.told_to_end)
+        and allocation.asked_at is None
+        and allocation.reason in SCRIPT_END_STATES
+    ):
+        _note_launch_failure(turn, run, allocation)
+    turn.registry.end_allocation(run, allocation, reason)
 
 
-def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
-    """The jobs of an allocation that was given up are over, and with them all its processes."""
+def _end_processes(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Note that the processes of a given-up allocation have ended, because its jobs are over."""
     for host in allocation.agents:
         for node in run.roster.at_place(host, allocation.token):
             if not node.exited:
                 turn.apply(run, ev.NodeEnded(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
 
 
-def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
-    """No agent came: the script is wrong, something that it needs is away, or the head cannot be reached from there."""
-    how = f"job {allocation.job_id} ended ({allocation.reason})"
-    text = f"{how} before an agent of it had come to the head; see {turn.book.output_of(run, allocation)}"
+def _note_launch_failure(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Handle a job that ended before an agent came: the script failed, or its node cannot reach the head."""
+    end_text = f"job {allocation.job_id} ended ({allocation.reason})"
+    text = f"{end_text} before its agent reached the head; see {turn.registry.output_of(run, allocation)}"
     turn.record(run, "failed", text)
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
-    there = f"{text} (on {node}, in {allocation.partition})" if node else text
-    suspect = node in run.roster.failures.bars
-    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(run.roster.present()), suspect=suspect)
-    if unfit and node not in run.barred:
-        turn.apply(run, ev.Bar(at=turn.at, host=node, reason=unfit))
+    text_on_node = f"{text} (on {node}, in {allocation.partition})" if node else text
+    is_suspect = node in run.roster.failures.bars
+    bar_reason = duds.ended(
+        run.record.fruitless, node, text_on_node, trains=bool(run.roster.present()), suspect=is_suspect
+    )
+    if bar_reason and node not in run.barred:
+        turn.apply(run, ev.Bar(at=turn.at, host=node, reason=bar_reason))
     if allocation.kind is AllocationKind.BASE and is_new(run):
         turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
 
 
 def is_new(run: Run) -> bool:
-    """No node has ever come to it."""
+    """True if no node has ever come to the run."""
     return run.root.generation == 0 and run.root.next_id == 1
 
 
-# -- cancelled by others ------------------------------------------------------------------------------------------
+# -- cancellations by others --------------------------------------------------------------------------------------
 
 
-def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
-    """Somebody else cancelled it: a base job's run ends; a harvest job's node is left alone, and then all are."""
+def _handle_cancellation(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
+    """Handle a cancellation by somebody else.
+
+    For a base job, the run ends. For a harvest job, all runs avoid its node for a while; after several, the run's
+    harvesting pauses.
+    """
     if allocation.kind is AllocationKind.BASE:
-        _base_cancelled(turn, run, allocation)
+        _handle_base_cancellation(turn, run, allocation)
         return
-    started = allocation.start_at is not None or bool(allocation.spans)
-    node = allocation.nodes[0] if started and allocation.nodes else ""
-    what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
-    text = f"somebody cancelled {what}"
+    has_started = allocation.start_at is not None or bool(allocation.spans)
+    node = allocation.nodes[0] if has_started and allocation.nodes else ""
+    job_text = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
+    text = f"somebody cancelled {job_text}"
     turn.record(run, "cancelled", text, job=allocation.job_id, node=node)
     if node:
-        # No run of ours asks for it for a while, each time for longer.
-        for other in turn.book.on_slurm:
+        # No run requests this node for a while, and for longer each time.
+        for other in turn.registry.on_slurm:
             if not other.ended and node not in other.barred:
                 turn.apply(other, ev.Bar(at=turn.at, host=node, reason=text))
     else:
-        backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
-    enough = cancelled.note(run.record.cancelled, turn.now, node)
-    if enough and not run.record.harvest_paused and not run.ended:
-        turn.stop_asking(
+        backoff.strike(text, run.asker_of(allocation), allocation.partition, None, turn.now)
+    is_enough = cancelled.note(run.record.cancelled, turn.now, node)
+    if is_enough and not run.record.harvest_paused and not run.ended:
+        turn.pause_requests(
             run,
-            f"{cancelled.CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
+            f"{cancelled.CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {job_text}; "
             f"if it may go on: fallow resume {run.id}",
         )
         for request in run.live_allocations():
@@ -231,39 +238,44 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
                 turn.cancel(run, request, "harvest jobs of the run were cancelled by somebody")
 
 
-def _base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
+def _handle_base_cancellation(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End the run whose base job was cancelled, unless the user wants it to go on without one."""
     run.record.base_wanted = False
     turn.dirty.add(run.id)
     if run.ended:
         return
-    what = f"job {allocation.job_id}, its base job, was cancelled"
+    text = f"job {allocation.job_id}, its base job, was cancelled"
     if run.spec.outlives_base:
-        turn.record(run, "cancelled", f"{what}; the run outlives it", job=allocation.job_id)
+        turn.record(run, "cancelled", f"{text}; the run outlives it", job=allocation.job_id)
     else:
-        turn.apply(run, ev.Cancel(at=turn.at, reason=what))
+        turn.apply(run, ev.Cancel(at=turn.at, reason=text))
 
 
-# -- left behind --------------------------------------------------------------------------------------------------
+# -- orphans ------------------------------------------------------------------------------------------------------
 
 
-def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> None:
+def sweep(turn: Turn, cluster: ClusterState, urgent_tokens: Collection[str] = ()) -> None:
     """Cancel the jobs of allocations that have ended, base jobs included (I9, I15).
 
-    A job is ours if it carries the allocation's token and, once that is known, its job id (`Shown`). A job that was
-    asked to end gets time to end by itself: little, where somebody waits for its nodes (`wanted`: tokens). A job that
-    Slurm preempts is Slurm's to end or to requeue. The elected one runs the lines after `fallow run`.
+    A job is ours if it carries the allocation's token and, once known, its job id (`Shown`). A job that was asked to
+    end gets time to end by itself, and less time if somebody waits for its nodes. Slurm ends or requeues the jobs that
+    it preempts. The elected allocation runs the lines after `fallow run`.
+
+    Args:
+        turn: takes the effects.
+        cluster: the poll.
+        urgent_tokens: tokens of allocations for whose nodes somebody waits.
     """
-    shown = Shown(cluster.jobs)
-    for run in turn.book.on_slurm:
+    polled_jobs = Shown(cluster.jobs)
+    for run in turn.registry.on_slurm:
         for allocation in run.allocations.values():
-            if allocation.live or _ends_by_itself(turn, allocation, allocation.token in wanted):
+            if allocation.live or _ends_by_itself(turn, allocation, allocation.token in urgent_tokens):
                 continue
-            alive = (job for job in shown.of(allocation) if _is_orphan(job, cluster.at))
-            for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):
+            orphans = (job for job in polled_jobs.of(allocation) if _is_orphan(job, cluster.at))
+            for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in orphans):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
                 turn.cancels.append((run.id, allocation.token, job_id))
-                # Whether it was us is asked later (`cancelled.by_others`).
+                # `cancelled.by_others` asks later whether the head has cancelled the job.
                 allocation.asked_at = turn.now
 
 
@@ -281,11 +293,11 @@ def _is_orphan(job: JobInfo, at: float) -> bool:
     return job.state not in ENDED_STATES | ENDING and not is_preempted
 
 
-# -- submitted --------------------------------------------------------------------------------------------------------
+# -- submissions ------------------------------------------------------------------------------------------------------
 
 
 def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, nice: int) -> JobRequest:
-    """What to hand to sbatch for an allocation. `nice`: of harvest jobs."""
+    """The request for sbatch of an allocation. `nice`: value of `--nice` for harvest jobs."""
     spec = run.spec
     exported = job_environment(str(paths.state), run.id, allocation.token, allocation.kind)
     if allocation.kind is AllocationKind.HARVEST:
@@ -296,18 +308,18 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=str(paths.run(run.id).output(allocation.token)),
             nice=0 if allocation.hurried else nice,
-            # Those are jobs of normal priority, in the user's own name.
+            # A job of normal priority uses the account and QOS of the user's own job.
             qos="" if allocation.hurried else run.asker.qos,
             account="" if allocation.hurried else run.asker.account,
-            barred=[*run.shunned, *filter(None, [allocation.exclude])],
+            barred=[*run.avoided_nodes, *filter(None, [allocation.exclude])],
             part=allocation.part,
             hurried=allocation.hurried,
         )
         script = harvest_script(spec.script)
     else:
-        later = said_later(spec, run.shunned)
+        later = said_later(spec, run.avoided_nodes)
         options = base_options(
-            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned, by_script=later
+            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.avoided_nodes, by_script=later
         )
         script = with_directives(spec.script, later)
     return JobRequest(
@@ -322,12 +334,11 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
 
 
 def give_up_queued(turn: Turn, why: str) -> None:
-    """What was not sent while nobody looked at Slurm: the next plan asks for what is of use by then."""
-    turn.for_each(turn.book.current.values(), "withdraw", lambda run: withdraw_queued(turn, run, why))
+    """Give up all unsent submissions. The next plan requests what is useful then."""
+    turn.for_each(turn.registry.current.values(), "withdraw", lambda run: withdraw_queued(turn, run, why))
 
 
 def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
-    """Give up what of one run waits for its turn at sbatch."""
     for allocation in run.live_allocations():
         if allocation.queued:
             turn.record(run, "withdraw", f"{allocation.token}: {why}")
@@ -341,22 +352,22 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
     run.record.refusals.pop(allocation.partition if allocation.kind is AllocationKind.HARVEST else "", None)
-    # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
+    # The partition of a base job is known from the next poll.
     where = f" in {allocation.partition}" if allocation.partition else ""
     limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
     turn.record(run, "submit", f"{token}: job {job_id}{where}{limit}")
 
 
-def left_word(turn: Turn, run: Run, allocation: Allocation) -> None:
-    """Take in the number of a base job that `fallow submit` could not tell a head, which was away."""
+def read_left_job_id(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Read the id of a base job from the file that `fallow submit` leaves when it cannot reach a head."""
     if allocation.kind is not AllocationKind.BASE or allocation.renewed or allocation.job_id is not None:
         return
     try:
-        found = read_struct(turn.book.paths.run(run.id).base_job(allocation.token), BaseJob)
+        base_job = read_struct(turn.registry.paths.run(run.id).base_job(allocation.token), BaseJob)
     except FileNotFoundError:
         return
     except (FallowError, OSError) as error:
-        # The job can be found by its comment as well.
+        # Polls find the job by its comment, too.
         log.warning("base_job.unreadable", run=run.id, error=str(error))
         return
-    submitted(turn, run, allocation.token, found.job_id)
+    submitted(turn, run, allocation.token, base_job.job_id)

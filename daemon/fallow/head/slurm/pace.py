@@ -1,7 +1,7 @@
-"""Nodes of normal priority for runs that are behind their deadline, and their return once they are well ahead.
+"""Extra nodes of normal priority for runs that are behind their deadline, given back once the run is well ahead.
 
-They are one-node jobs like those for idle nodes, so that they come and go one by one, but in the base job's partition
-and QOS, for as long, and without `--nice`; nobody else's waiting job takes them away.
+Each extra node is a job of one node, like a harvest job, so that nodes come and go one by one. But the job uses the
+base job's partition, QOS and time limit, and no `--nice`. It is not given back to others' waiting jobs.
 """
 
 from collections import Counter
@@ -12,14 +12,14 @@ from fallow.core.accounting.budget import minutes_in
 from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Run
+from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState
 
 SPARE_MINUTES = 10
-"""Asked for beyond the deadline."""
+"""Time that is requested beyond the deadline."""
 
 UNKNOWN_MINUTES = 240
-"""Asked for while no base job has shown its time limit, or it has none."""
+"""Time that is requested if no time limit of a base job is known."""
 
 
 def keep_pace(
@@ -31,54 +31,54 @@ def keep_pace(
     backoff: Backoff,
     rules: HarvestRules,
 ) -> None:
-    """Ask for what the deadline takes, or give back what it no longer takes.
+    """Request the extra nodes that the deadline takes, or give back those that it no longer takes.
 
     Args:
         turn: takes the effects.
-        run: its gain is that of the last plan.
-        cluster: the poll that the plan was made from.
-        budget_node_s: what may still be reserved; None: no budget.
-        max_pending: requests of this sort that may wait at once.
-        backoff: what is left alone.
-        rules: whose caps count for these nodes, too.
+        run: a run with the gain of the last plan.
+        cluster: the poll of that plan.
+        budget_node_s: node-seconds that may still be reserved; None: no budget.
+        max_pending: number of such requests that may wait at once.
+        backoff: partitions and accounts to avoid.
+        rules: harvest rules, whose limits include these nodes.
     """
-    standing = None if run.gain is None else run.gain.schedule
-    if run.gain is None or standing is None or run.roster.finishing:
+    schedule = None if run.gain is None else run.gain.schedule
+    if run.gain is None or schedule is None or run.roster.finishing:
         return
     speeds = run.gain.speeds
     live = [a for a in run.live_allocations() if a.asked_at is None]
-    running = [a for a in live if a.state is AllocationState.RUNNING]
-    waiting = [a for a in live if a.state is not AllocationState.RUNNING and a.hurried]
-    coming = [a for a in live if a.state is not AllocationState.RUNNING and a.kind is AllocationKind.BASE]
-    training = sum(max(1, len(a.nodes)) for a in running)
-    held = training + sum(a.nodes_wanted for a in [*waiting, *coming])
-    asked = [a for a in live if a not in running and a not in waiting and a not in coming]
-    # As few as an operator has shrunk it to.
-    most = min(run.spec.max_nodes, run.useful_members)
-    for allocation in sorted(waiting, key=lambda a: -a.requested_at)[: max(0, held - most)]:
+    running_jobs = [a for a in live if a.state is AllocationState.RUNNING]
+    waiting_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.hurried]
+    base_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.kind is AllocationKind.BASE]
+    training_nodes = sum(max(1, len(a.nodes)) for a in running_jobs)
+    nodes_held = training_nodes + sum(a.nodes_wanted for a in [*waiting_jobs, *base_jobs])
+    requests = [a for a in live if a not in running_jobs and a not in waiting_jobs and a not in base_jobs]
+    # The operator may have shrunk the run.
+    max_nodes = min(run.spec.max_nodes, run.useful_members)
+    for allocation in sorted(waiting_jobs, key=lambda a: -a.requested_at)[: max(0, nodes_held - max_nodes)]:
         turn.release_allocation(run, allocation, "the run may have no more nodes")
-    missing = extra_nodes(standing, speeds, held, most - len(asked))
-    if missing and not run.record.paused:
-        for _ in range(min(missing, max_pending - len(waiting))):
-            minutes = _ask(turn, run, cluster, standing, budget_node_s, backoff, rules)
+    nodes_missing = extra_nodes(schedule, speeds, nodes_held, max_nodes - len(requests))
+    if nodes_missing and not run.record.paused:
+        for _ in range(min(nodes_missing, max_pending - len(waiting_jobs))):
+            minutes = _request_node(turn, run, cluster, schedule, budget_node_s, backoff, rules)
             if not minutes:
                 break
             budget_node_s = None if budget_node_s is None else budget_node_s - 60.0 * minutes
-    elif standing.comfortable:
-        _give_back(turn, run, standing, training)
+    elif schedule.comfortable:
+        _give_back(turn, run, schedule, training_nodes)
 
 
-def _ask(
+def _request_node(
     turn: Turn,
     run: Run,
     cluster: ClusterState,
-    standing: Schedule,
+    schedule: Schedule,
     budget_node_s: float | None,
     backoff: Backoff,
     rules: HarvestRules,
 ) -> int:
-    """Minutes asked for; 0: nothing was."""
-    # Not from when it ends: a budget or a preemption may have it end sooner.
+    """Request one extra node. Return the requested minutes; 0: no request."""
+    # Use the time limit: a budget or a preemption may end a base job before it.
     limits = [a.limit_s for a in run.bases if a.limit_s is not None]
     minutes = round(limits[-1] / 60) if limits else UNKNOWN_MINUTES
     deadline = run.spec.deadline_at or 0.0
@@ -88,7 +88,7 @@ def _ask(
         minutes = min(minutes, minutes_in(budget_node_s))
     partition = _partition(run, cluster)
     longest_s = min((p.max_time_s or inf for p in cluster.partitions if p.partition == partition), default=inf)
-    # What is known of shorter ones is known of idle nodes.
+    # Shorter lengths were learned from requests for idle nodes.
     starts = backoff.longest(Asker.of(run.spec), partition, turn.now)
     longest = inf if starts is None else max(starts, rules.max_minutes)
     minutes = int(min(minutes, longest_s / 60, longest))
@@ -96,35 +96,37 @@ def _ask(
         return 0
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
         return 0
-    every = (a for each in turn.book.on_slurm for a in each.live_allocations())
-    held = Counter(a.partition for a in every if a.kind is AllocationKind.HARVEST)
-    most = inf if rules.max_nodes is None else rules.max_nodes
-    if held.total() >= most or held[partition] >= rules.partition_nodes.get(partition, inf):
+    allocations = (a for each in turn.registry.on_slurm for a in each.live_allocations())
+    nodes_by_partition = Counter(a.partition for a in allocations if a.kind is AllocationKind.HARVEST)
+    max_nodes = inf if rules.max_nodes is None else rules.max_nodes
+    if nodes_by_partition.total() >= max_nodes or nodes_by_partition[partition] >= rules.partition_nodes.get(
+        partition, inf
+    ):
         return 0
     allocation = turn.new_allocation(run, AllocationKind.HARVEST, partition=partition, minutes=minutes, hurried=True)
     if allocation is None:
         return 0
-    late = f"{-standing.ahead_s / 60:.0f} min behind the schedule of its deadline"
+    delay = f"{-schedule.ahead_s / 60:.0f} min behind the schedule of its deadline"
     if deadline <= cluster.at:
-        late += ", which has passed; it is held to the speed that the schedule took"
-    turn.record(run, "hurry", f"{allocation.token}: a node of normal priority in {partition}; the run is {late}")
+        delay += ", which has passed; the run keeps the speed that the schedule needed"
+    turn.record(run, "hurry", f"{allocation.token}: a node of normal priority in {partition}; the run is {delay}")
     return minutes
 
 
 def _partition(run: Run, cluster: ClusterState) -> str:
-    """Where the user's own job went, or would go; empty: nobody knows."""
-    given = [word.partition("=")[2] for word in run.spec.sbatch_options if word.startswith("--partition=")]
-    seen = [a.partition for a in run.bases if a.partition]
-    usual = [p.partition for p in cluster.partitions if p.default]
-    return next(iter([*seen[-1:], *given[-1:], *usual]), "").split(",")[0]
+    """Partition of the user's own job; empty: not known."""
+    options = [word.partition("=")[2] for word in run.spec.sbatch_options if word.startswith("--partition=")]
+    base_partitions = [a.partition for a in run.bases if a.partition]
+    default_partitions = [p.partition for p in cluster.partitions if p.default]
+    return next(iter([*base_partitions[-1:], *options[-1:], *default_partitions]), "").split(",")[0]
 
 
-def _give_back(turn: Turn, run: Run, standing: Schedule, training: int) -> None:
+def _give_back(turn: Turn, run: Run, schedule: Schedule, training: int) -> None:
     assert run.gain is not None
-    extra = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
-    for allocation in sorted(extra, key=lambda a: -a.requested_at):
+    extra_jobs = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
+    for allocation in sorted(extra_jobs, key=lambda a: -a.requested_at):
         if allocation.state is AllocationState.RUNNING:
-            if not dispensable(standing, run.gain.speeds, training, 1):
+            if not dispensable(schedule, run.gain.speeds, training, 1):
                 break
             training -= 1
         turn.release_allocation(run, allocation, "the run is well ahead of the schedule of its deadline")

@@ -1,5 +1,6 @@
-"""What the head keeps in memory, and whose state folder it is. Nothing here decides or speaks.
+"""The head's memory and its claim to the state folder. Nothing here decides or sends.
 
-`book` holds the runs, their allocations and who may speak for what; `stored` the records of runs, also what is left of
-those that are removed or unreadable; `lease` that there is one head. All other packages of the head stand on this one.
+`registry` holds the runs, their allocations and the allow-list of keys. `stored` holds the records of runs: it also
+salvages unreadable records and sums up removed runs. `lease` ensures that a folder has one head. All other packages of
+the head import this one.
 """

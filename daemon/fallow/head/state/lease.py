@@ -1,14 +1,14 @@
-"""One head per state folder: the head keeps a file alive.
+"""One head per state folder: the head renews a lease in a file.
 
-Locks would not do: Lustre without flock has none, and with `localflock` two hosts lock past each other. So each head
-that serves a folder makes a file of its own, `STATE/head.lease.N`, and counts a number up in it every `BEAT_S`. Another
-head that finds the file watches it for `WATCH_S`. If the number moves, somebody lives, and the other head refuses. If
-not, it makes `STATE/head.lease.N+1`, which only one can, removes the former file, and makes the store's files its own:
-what the former head may still write to them does not count.
+File locks do not work everywhere: Lustre without flock has none, and with `localflock` two hosts hold the same lock. So
+each head of a folder makes its own file, `STATE/head.lease.N`, and increments a number in the file every `BEAT_S`. A
+head that starts watches the newest file for `WATCH_S`. If the number changes, another head lives, and the new head
+refuses to start. Otherwise the new head makes `STATE/head.lease.N+1`, which succeeds for one head only. It removes the
+former file and copies the store's files, so that later writes of the former head are lost.
 
-A head acts only while its lease is valid: for `VALID_S` from the last look that found its own file and no later one.
-`VALID_S` is shorter than `WATCH_S`, so a head that stood still, or whose folder hung, notices that it was replaced
-before it does anything. No head ever writes to another one's file, and no clock is compared with another host's.
+A head acts only while its lease is valid: for `VALID_S` from the last check that its own file was the newest.
+`VALID_S` is shorter than `WATCH_S`. So a head that was stopped, or whose folder hung, notices that it was replaced
+before it acts. No head writes to another head's file, and no clock is compared with another host's.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ VALID_S = 3 * BEAT_S
 WATCH_S = 5 * BEAT_S
 
 PATIENCE_S = 300.0
-"""A head whose folder cannot be reached for so long ends; whoever supervises it starts it again."""
+"""Time without access to the folder after which a head ends; its supervisor starts it again."""
 
 LOOK_S = 0.1
 _SIZE = 1024
@@ -43,20 +43,20 @@ _SIZE = 1024
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Who serves the folder."""
+    """The head that serves the folder."""
 
     host: str
     place: str
-    "kernel and PID namespace in which `pid` means something"
+    "kernel and PID namespace of `pid`"
     pid: int
     started: str
-    "start of that process in clock ticks: pids are used again"
+    "start of the process in clock ticks, because pids are reused"
     nonce: str
     beat: int = 0
 
 
 def this_place() -> str:
-    """Two processes of one place see each other's pid."""
+    """Identify kernel and PID namespace: two processes of one place see each other's pid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -65,13 +65,13 @@ def this_place() -> str:
 
 
 class Lease:
-    """The claim of this process to one state folder. Acquire it, keep it up, confirm it before each change.
+    """The lease of this process on one state folder. Acquire it, keep it up, and confirm it before each change.
 
     Args:
-        paths: of the state folder.
-        place: see `this_place`.
-        clock: seconds that go on while the process is stopped.
-        sleep: waits in the calling thread.
+        paths: files of the state folder.
+        place: result of `this_place`; None: of this process.
+        clock: returns seconds, and goes on while the process is stopped.
+        sleep: blocks the calling thread.
     """
 
     def __init__(
@@ -94,21 +94,21 @@ class Lease:
         )
         self._file = paths.head_lease(1)
         self._valid_until = 0.0
-        self._lost: FallowError | None = None
+        self._takeover: FallowError | None = None
 
     # -- at the start and the end ---------------------------------------------------------------------------------
 
     def acquire(self) -> None:
-        """Claim the folder, and its store's files if the head before may still live somewhere.
+        """Claim the folder. Copy the store's files if the former head may still live on another host.
 
         Raises:
-            FallowError: another head lives.
-            OSError: the file cannot be read or made.
+            FallowError: another head serves the folder.
+            OSError: the lease file cannot be read or made.
         """
-        number, found = self._newest()
-        former = _decode(found)
+        number, content = self._newest()
+        former = _decode(content)
         may_live = number > 0 and (former is None or not self._is_gone(former))
-        if may_live and not self._stays_silent(number, found, former):
+        if may_live and not self._is_silent(number, content, former):
             self.acquire()
             return
         self._file = self._paths.head_lease(number + 1)
@@ -120,9 +120,9 @@ class Lease:
         self._valid_until = began + VALID_S
         if may_live:
             try:
-                own_files(self._paths.redis_dir)
+                copy_store_files(self._paths.redis_dir)
             except OSError:
-                # Whoever tries again has to do this first, too.
+                # The next attempt must copy the files, too.
                 self._file.unlink()
                 raise
         for older in self._paths.head_leases:
@@ -130,13 +130,13 @@ class Lease:
                 older.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let the next head start at once."""
+        """Remove the lease file, so that the next head starts at once."""
         with contextlib.suppress(OSError, FallowError):
             if self._is_ours():
                 self._file.unlink()
 
     def _is_gone(self, former: Claim) -> bool:
-        """Its process has ended, as this place can tell."""
+        """True if the former head's process has ended; False if this place cannot tell."""
         if former.place != self._claim.place:
             return False
         process = living(former.pid)
@@ -144,8 +144,8 @@ class Lease:
             raise self._refusal(former)
         return True
 
-    def _stays_silent(self, number: int, found: bytes, former: Claim | None) -> bool:
-        """Watch the newest claim; False: it was given up meanwhile."""
+    def _is_silent(self, number: int, content: bytes, former: Claim | None) -> bool:
+        """Watch the newest claim for `WATCH_S`; False: the claim was released meanwhile."""
         until = self._clock() + WATCH_S
         log.info("lease.watched", host="" if former is None else former.host, seconds=WATCH_S)
         while self._clock() < until:
@@ -153,7 +153,7 @@ class Lease:
             now = self._newest()
             if now[0] == 0:
                 return False
-            if now != (number, found):
+            if now != (number, content):
                 raise self._refusal(_decode(now[1]) or former)
         return True
 
@@ -165,15 +165,15 @@ class Lease:
             Exit.CANTCREAT,
         )
 
-    # -- while it serves ------------------------------------------------------------------------------------------
+    # -- renewal and confirmation ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def kept_up(self) -> Iterator[None]:
-        """Renew the claim from a thread of its own: what the head is busy with does not hold it up."""
+    def renewal(self) -> Iterator[None]:
+        """Renew the lease from a thread of its own, so that a busy head does not lose it."""
         ended = threading.Event()
 
         def beat() -> None:
-            while self._lost is None and not ended.wait(BEAT_S):
+            while self._takeover is None and not ended.wait(BEAT_S):
                 self.renew()
 
         thread = threading.Thread(target=beat, name="lease", daemon=True)
@@ -186,68 +186,68 @@ class Lease:
             thread.join(timeout=BEAT_S)
 
     def renew(self) -> None:
-        """Look whether the claim is still ours, and count it up."""
+        """Check that the claim is still ours, and increment its number."""
         began = self._clock()
         try:
             if not self._is_ours():
-                self._lose(_decode(self._newest()[1]))
+                self._note_takeover(_decode(self._newest()[1]))
                 return
             self._claim = msgspec.structs.replace(self._claim, beat=self._claim.beat + 1)
             self._write()
         except (OSError, FallowError) as error:
-            # It stays valid for a while; after that the head waits.
+            # The lease stays valid for a while. Then `confirm` waits.
             log.warning("lease.not_renewed", error=str(error))
             return
         self._valid_until = began + VALID_S
 
     def _is_ours(self) -> bool:
-        """Return True if nobody has taken the folder over: this head's file is the newest, and its own.
+        """Return True if this head's file is the newest and holds this head's claim.
 
         Raises:
-            OSError: the folder is not there, or nothing is mounted on it.
+            OSError: the folder is missing, or is not mounted.
         """
-        number, found = self._newest()
+        number, content = self._newest()
         if not number:
-            # A folder that another head has served has this file.
+            # Without this file the folder is not mounted: every folder that a head has served has the file.
             self._paths.term.stat()
-        claim = _decode(found)
+        claim = _decode(content)
         return number == _number(self._file) and claim is not None and claim.nonce == self._claim.nonce
 
-    def _lose(self, found: Claim | None) -> None:
-        who = "another head" if found is None else f"the head on {found.host} (pid {found.pid})"
-        self._lost = FallowError(f"{who} has taken over {self._paths.state}; this one ends", Exit.CANTCREAT)
+    def _note_takeover(self, successor: Claim | None) -> None:
+        who = "another head" if successor is None else f"the head on {successor.host} (pid {successor.pid})"
+        self._takeover = FallowError(f"{who} has taken over {self._paths.state}; this one ends", Exit.CANTCREAT)
 
     async def confirm(self, *, changing: bool, waits: Callable[[str], None] = lambda reason: None) -> None:
-        """Before anything is done.
+        """Confirm the lease before the head acts.
 
         Args:
-            changing: wait until the lease is known to be valid.
-            waits: called with the reason, again and again meanwhile.
+            changing: wait until the lease is valid.
+            waits: called with the reason, repeatedly during the wait.
 
         Raises:
-            FallowError: another head has taken over, or the folder cannot be reached for too long.
+            FallowError: another head has taken over, or the folder was out of reach for too long.
         """
         problem = f"{self._paths.state}: cannot be written to"
-        waited = 0.0  # by what it slept, so that a process that was stopped has waited for no longer
-        while self._lost is None and changing and self._clock() > self._valid_until:
-            if not waited:
+        waited_s = 0.0  # sum of its sleeps: the time in which the process was stopped does not count
+        while self._takeover is None and changing and self._clock() > self._valid_until:
+            if not waited_s:
                 log.warning("lease.unconfirmed", folder=str(self._paths.state))
-            if waited > PATIENCE_S:
+            if waited_s > PATIENCE_S:
                 text = f"{problem} for {PATIENCE_S:g} s. This head ends; training goes on, start the head again"
                 raise FallowError(text, Exit.TEMPFAIL)
             waits(problem)
             await asyncio.sleep(LOOK_S)
-            waited += LOOK_S
-        if self._lost is not None:
-            raise self._lost
+            waited_s += LOOK_S
+        if self._takeover is not None:
+            raise self._takeover
 
-    # -- the file -------------------------------------------------------------------------------------------------
+    # -- lease file -----------------------------------------------------------------------------------------------
 
     def _newest(self) -> tuple[int, bytes]:
-        """Number and content of the newest claim; 0 and nothing: there is none."""
-        while found := max(self._paths.head_leases, key=_number, default=None):
+        """Number and content of the newest claim; (0, b""): there is no claim."""
+        while newest := max(self._paths.head_leases, key=_number, default=None):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                return _number(found), read_private(found)
+                return _number(newest), read_private(newest)
         return 0, b""
 
     def _write(self, how: int = 0) -> None:
@@ -271,14 +271,14 @@ def _decode(data: bytes) -> Claim | None:
         return None
 
 
-def own_files(folder: Path) -> None:
-    """Replace each file of the store by a copy: a server that still has the former ones open writes into the void."""
+def copy_store_files(folder: Path) -> None:
+    """Replace each file of the store by a copy. A server that has the old files open then changes only those."""
     for path in sorted(folder.glob("appendonly*")):
         for file in [path] if path.is_file() else sorted(path.iterdir()):
             copy = file.with_name(f"{file.name}.copy")
             shutil.copyfile(file, copy)
             copy.chmod(0o600)
-            with open(copy, "rb") as written:
-                os.fsync(written.fileno())
+            with open(copy, "rb") as stream:
+                os.fsync(stream.fileno())
             os.replace(copy, file)
             sync_dir(file.parent)

@@ -1,8 +1,8 @@
-"""What the store holds of runs: records, also damaged ones, and sums over runs whose records are gone.
+"""Records of runs in the store: their schema, reading, salvage of damaged ones, and sums over pruned runs.
 
-A run that has ended, and whose jobs are in its sums, *rests*: ticks and what is asked of Slurm pass it by. When it is
-pruned, its record goes, and what it used moves to `PrunedRuns` in the same write. So `fallow usage` is the same before
-and after. These sums grow with days, accounts and partitions (`core.accounting.usage.by_month`).
+When an ended run is pruned, one write removes its record and adds its usage to `PrunedRuns`. So `fallow usage` shows
+the same totals before and after. These sums grow with days, accounts and partitions
+(`core.accounting.usage.by_month`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,52 +28,52 @@ PRUNED = "pruned"
 """Key of `PrunedRuns` among the notes of the store."""
 
 NO_ACCOUNT = "-"
-"""Stands for the owner's default account."""
+"""Key of the owner's default account."""
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """What Redis holds of a run besides its spec, its membership and its allocations."""
+    """Record of a run besides its spec, its membership and its allocations."""
 
     slots: int | None = None
-    "workers per node, as the first agent said"
+    "workers per node, as reported by the first agent; None: no agent has come yet"
     next_allocation: int = 0
     base_wanted: bool = True
-    "False once the user cancelled the base job: it is not submitted again"
+    "False once the user cancelled the base job; the head does not submit it again"
     refusals: dict[str, int] = {}
-    "partition -> spells of refused submissions since one was taken there; empty: of the base job"
+    "partition -> number of refusals since the last accepted submission; key '': the base job"
     fruitless: Duds = msgspec.field(default_factory=Duds)
     "jobs that ended before an agent came"
     cancelled: Cancels = msgspec.field(default_factory=Cancels)
     "harvest jobs that somebody else cancelled"
     harvest_paused: str = ""
-    "why nothing is asked for: Slurm refused too often, everywhere, or too many jobs came to nothing or were cancelled"
+    "reason of an automatic pause: too many jobs were refused, failed or were cancelled; empty: not paused"
     paused_by_hand: bool = False
     drained: list[str] = []
-    "nodes that somebody drained: the run does without them until it is resumed"
+    "nodes that somebody drained; the run avoids them until it is resumed"
     spent_node_s: float = 0.0
-    "of the budget, by allocations that are no longer kept"
+    "node-seconds of the budget that dropped allocations have spent"
     curve: Curve = msgspec.field(default_factory=Curve)
-    "how fast it was with how many workers"
+    "measured speed by number of workers"
     usage: dict[str, Tally] = {}
-    "sums over its jobs that are over (`core.accounting.usage`)"
+    "sums over its finished jobs (`core.accounting.usage`)"
     harvested: PastUse = msgspec.field(default_factory=PastUse)
-    "by those of them that were harvested, for its project's fair share"
+    "use by its finished harvest jobs, for its project's fair share"
     accounted_generation: int = 0
-    "the newest whose pause is in the allocations' uses"
+    "newest generation whose pause is part of the allocations' uses"
     accounted_discarded: int = 0
-    "steps of `Root.discarded` that are"
+    "steps of `Root.discarded` that are part of the allocations' uses"
     saving: Saving = msgspec.field(default_factory=Saving)
     checkpoints_asked: int = 0
-    "how many somebody has asked for by hand"
+    "number of checkpoints requested by hand"
     pruned: bool = False
-    "its logs and ledgers are removed; its report is in its folder"
+    "True once its logs and ledgers are removed; its report is in its folder"
     checkpoint_folder: str = ""
-    "where its checkpoints are; empty: in its own folder"
+    "folder of its checkpoints; empty: in the run's own folder"
     ended_at: float | None = None
 
     @property
     def paused(self) -> str:
-        """Why nothing is asked for; empty: it is."""
+        """Reason why the run requests no nodes; empty: it requests nodes."""
         return "paused by hand" if self.paused_by_hand else self.harvest_paused
 
 
@@ -81,20 +81,20 @@ class PrunedRuns(msgspec.Struct, kw_only=True):
     """Sums over all runs that were pruned."""
 
     usage: dict[str, Tallies] = {}
-    "account -> sums"
+    "account -> its sums"
 
-    def add(self, account: str, used: Tallies, now: float) -> None:
-        """Take in what a run has used; `now`: Unix time."""
+    def add(self, account: str, tallies: Tallies, now: float) -> None:
+        """Add the usage of a run; `now`: Unix time."""
         sums = self.usage.get(account, {})
-        merge(sums, used)
+        merge(sums, tallies)
         if sums:
             self.usage[account] = by_month(sums, now)
 
 
 def account_of(spec: RunSpec) -> str:
     """The Slurm account on which the run's jobs run."""
-    given = [word.partition("=")[2] for word in spec.sbatch_options if word.startswith("--account=")]
-    return given[-1] if given else NO_ACCOUNT
+    accounts = [word.partition("=")[2] for word in spec.sbatch_options if word.startswith("--account=")]
+    return accounts[-1] if accounts else NO_ACCOUNT
 
 
 def _without_pinned(fields: records.Fields) -> records.Fields:
@@ -118,19 +118,19 @@ class StoredRun(NamedTuple):
     allocations: dict[str, Allocation]
     "by token"
     generations: Sequence[GenerationReport] = ()
-    "those that became complete, the oldest first"
+    "complete generations, oldest first"
 
 
 def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
     """Decode a run's records.
 
     Args:
-        run_id: of the run.
-        stored: its values, by what comes behind `run/ID/` in their keys.
+        run_id: id of the run.
+        stored: its values by key, without the prefix `run/ID/`.
 
     Raises:
-        Unreadable: one of them is.
-        LookupError: one is missing.
+        Unreadable: a record cannot be decoded.
+        LookupError: a record is missing.
     """
     roster = Roster.load(run_id, stored)
     allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
@@ -147,24 +147,24 @@ def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
 
 
 def salvage(paths: Paths, run_id: str, stored: Mapping[str, bytes], now: float) -> StoredRun:
-    """What can still be read, in a run that waits to be ended.
+    """Build a run from its readable records, so that the head can end it.
 
     Args:
-        paths: where the head's files are.
-        run_id: of the run.
+        paths: files of the head.
+        run_id: id of the run.
         stored: its values in the store, by key.
         now: Unix time.
     """
     try:
-        found = records.decode(stored.get("spec", b""), RunSpec)
+        spec = records.decode(stored.get("spec", b""), RunSpec)
     except Unreadable:
-        found = RunSpec(run=run_id, name=run_id.rpartition("-")[0] or run_id, min_nodes=1, max_nodes=1, created_at=now)
+        spec = RunSpec(run=run_id, name=run_id.rpartition("-")[0] or run_id, min_nodes=1, max_nodes=1, created_at=now)
     allocations = _of_records(stored)
-    known = {allocation.token for allocation in allocations}
+    tokens = {allocation.token for allocation in allocations}
     # Each live allocation has a key file.
-    allocations += [a for a in _of_key_files(paths, run_id, now) if a.token not in known]
+    allocations += [a for a in _of_key_files(paths, run_id, now) if a.token not in tokens]
     for number, allocation in enumerate(allocations):
-        # Nothing is known of its workers any more; and one whose job shows is cancelled then.
+        # Its workers are unknown. Once a poll shows its job, the head cancels the job.
         allocation.agents = {}
         allocation.sent_by = allocation.sent_by or now + number
     numbers = [allocation.number + 1 for allocation in allocations]
@@ -173,34 +173,34 @@ def salvage(paths: Paths, run_id: str, stored: Mapping[str, bytes], now: float) 
     except Unreadable:
         record = RunRecord()
     record.base_wanted, record.next_allocation = False, max([record.next_allocation, *numbers])
-    root = Root(run=run_id, minimum=found.min_nodes, maximum=found.max_nodes, limit=found.max_nodes)
-    return StoredRun(found, record, Roster(root), {a.token: a for a in allocations})
+    root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=spec.max_nodes)
+    return StoredRun(spec, record, Roster(root), {a.token: a for a in allocations})
 
 
 def _of_records(stored: Mapping[str, bytes]) -> list[Allocation]:
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
     for key, value in stored.items():
         if key.startswith("allocation/"):
             try:
-                # As much of it as is understood, whatever wrote it.
+                # Whatever version wrote the record: use the fields that this version understands.
                 raw: Any = msgspec.msgpack.decode(value)
                 allocation = msgspec.convert(raw[1], Allocation)
             except (msgspec.MsgspecError, ValueError, RecursionError, TypeError, LookupError):
                 continue
             if allocation.token == key.removeprefix("allocation/"):
-                found.append(allocation)
-    return sorted(found, key=lambda allocation: allocation.number)
+                allocations.append(allocation)
+    return sorted(allocations, key=lambda allocation: allocation.number)
 
 
 def _of_key_files(paths: Paths, run_id: str, now: float) -> list[Allocation]:
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
     for file in sorted(paths.run(run_id).keys.glob("*.json")):
         try:
             key = read_struct(file, KeyFile)
         except (FallowError, OSError):
             continue
         kind = AllocationKind(key.kind)
-        found.append(
+        allocations.append(
             Allocation(token=key.token, run=run_id, kind=kind, public_key=key.public_key, requested_at=now, sent_by=now)
         )
-    return found
+    return allocations

@@ -64,7 +64,7 @@ class World:
         for host, agent in self.allocation.agents.items():
             said = self.nodes.said[agent.node]
             beat = Beat(report=msgspec.structs.replace(said, seq=said.seq + 1))
-            turn = Turn(self.turn.book, at=1.0, now=NOW)
+            turn = Turn(self.turn.registry, at=1.0, now=NOW)
             hear(turn, agent_peer(self.allocation, host), beat, 1.0)
             assert len(turn.messages) == 1
 
@@ -184,7 +184,7 @@ def objects(root: Any) -> int:
 def test_after_hundreds_of_changes_no_more_is_known_and_written_than_after_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fallow.head.state.book.KEPT_GENERATIONS", 60)
+    monkeypatch.setattr("fallow.head.state.registry.KEPT_GENERATIONS", 60)
     life = Life(tmp_path)
     first = life.come()
     assert life.run.generations[0].kind is ChangeKind.START

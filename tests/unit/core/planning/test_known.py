@@ -131,7 +131,7 @@ def test_what_one_run_puts_off_concerns_no_other_and_the_next_head_goes_on_with_
         before.put_off(harvest_jobs("r"), NOW)
     before.put_off(base_job("r"), NOW)
     harvest.recall({BACKOFF: records.encode(before)})
-    backoff = harvest.known.backoff
+    backoff = harvest.knowledge.backoff
     backoff.forget(Asker())
     jobs = (harvest_jobs("r"), base_job("r"), harvest_jobs("s"))
     assert [backoff.put_off_until(what) - NOW for what in jobs] == [120.0, 60.0, -NOW]
