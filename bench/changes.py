@@ -33,11 +33,11 @@ def run_pause(settings: Settings) -> Iterator[Row]:
     for params, members in worlds(settings):
         progress(f"pause: {named(params, members)}")
         options = {"steps": FIRST_STEP + 6 * changes + 10, "shards": members + 1, "device": device}
-        done = train(params, members, in_turn(members, changes, CHANGE_STEPS, "-m"), **options)
+        training = train(params, members, in_turn(members, changes, CHANGE_STEPS, "-m"), **options)
         for name, kinds in KINDS.items():
-            measured = [each for each in done.report.generations if each.kind in kinds and each.pause_s is not None]
+            measured = [each for each in training.report.generations if each.kind in kinds and each.pause_s is not None]
             if measured:
-                figure, note = ours([each.pause_s or 0.0 for each in measured]), sums_on(device, done.workers)
+                figure, note = ours([each.pause_s or 0.0 for each in measured]), sums_on(device, training.workers)
                 yield Row(name=name, members=members, params=params, ours=figure, note=note + parts_of(measured))
 
 
@@ -63,9 +63,9 @@ def in_turn(members: int, changes: int, gap: int, leave: str) -> str:
 
 def parts_of(changes: Sequence[GenerationReport]) -> str:
     """The parts of the pauses, and what was sent in them, for a note."""
-    still = {part: [getattr(change.parts, part) for change in changes] for part in PARTS}
-    still["all but drain"] = [(change.pause_s or 0.0) - change.parts.drain for change in changes]
-    words = [f"{part} {at(values, 0.5):.3f}/{at(values, 0.95):.3f}" for part, values in still.items()]
+    pause_parts = {part: [getattr(change.parts, part) for change in changes] for part in PARTS}
+    pause_parts["all but drain"] = [(change.pause_s or 0.0) - change.parts.drain for change in changes]
+    words = [f"{part} {at(values, 0.5):.3f}/{at(values, 0.95):.3f}" for part, values in pause_parts.items()]
     received = [change for change in changes if change.bytes_in_pause]
     if received:
         inside = at([change.bytes_in_pause / 1e6 for change in received], 0.5)
@@ -80,24 +80,27 @@ def run_recovery(settings: Settings) -> Iterator[Row]:
     for params, members in worlds(settings):
         progress(f"recovery: {named(params, members)}")
         options = {"steps": FIRST_STEP + 4 * KILL_STEPS * kills, "shards": members, "device": device}
-        done = train(params, members, in_turn(members, 2 * kills, KILL_STEPS, "kill:"), **options)
-        killed = [began for item, began in done.happened if item.action is Action.KILL]
-        times = recoveries(done.finished, killed)
-        note = f"{sums_on(device, done.workers)}steps done again: {done.report.steps_discarded} in {len(killed)} kills"
-        note += f"; a step that nothing disturbs takes {usual_gap(done.finished):.3f} s"
+        training = train(params, members, in_turn(members, 2 * kills, KILL_STEPS, "kill:"), **options)
+        killed = [began for item, began in training.happened if item.action is Action.KILL]
+        times = recoveries(training.finished, killed)
+        note = f"{sums_on(device, training.workers)}steps done again: {training.report.steps_discarded} "
+        note += f"in {len(killed)} kills"
+        note += f"; a step that nothing disturbs takes {usual_gap(training.finished):.3f} s"
         yield Row(name="recovery", members=members, params=params, ours=ours(times), note=note)
 
 
 def recoveries(log: Sequence[Finished], kills: Sequence[float]) -> list[float]:
     """Seconds from each kill until every survivor has finished a step of the next generation."""
-    found = []
+    durations = []
     for killed_at in kills:
-        before = max((one.generation for one in log if one.at < killed_at), default=0)
-        after = [one for one in log if one.at >= killed_at and one.generation > before]
+        last_generation = max((finished.generation for finished in log if finished.at < killed_at), default=0)
+        later_steps = [
+            finished for finished in log if finished.at >= killed_at and finished.generation > last_generation
+        ]
         first: dict[str, float] = {}
-        for one in after:
-            if one.generation == after[0].generation:
-                first.setdefault(one.worker, one.at)
+        for finished in later_steps:
+            if finished.generation == later_steps[0].generation:
+                first.setdefault(finished.worker, finished.at)
         if first:
-            found.append(max(first.values()) - killed_at)
-    return found
+            durations.append(max(first.values()) - killed_at)
+    return durations

@@ -67,23 +67,23 @@ def run(words: str, environ: Mapping[str, str], limit_s: float) -> dict[str, Any
         The command and its seconds, what it printed (`rows` if it is JSON, else its last lines as `output`), and in
         `failed` why it did not come to its end.
     """
-    found: dict[str, Any] = {"command": f"python {words}"}
+    report: dict[str, Any] = {"command": f"python {words}"}
     if limit_s < 1.0:
-        return found | {"failed": f"not begun: {LIMIT_S:g} s were over"}
-    print(f"gpu: {found['command'].splitlines()[0]}", file=sys.stderr, flush=True)
+        return report | {"failed": f"not begun: {LIMIT_S:g} s were over"}
+    print(f"gpu: {report['command'].splitlines()[0]}", file=sys.stderr, flush=True)
     began = time.monotonic()
     # SIGINT has a benchmark end by itself, with what it started and with the rows that are complete.
     limit = ["timeout", "--foreground", "--signal=INT", f"--kill-after={END_S:g}", f"{limit_s:.1f}"]
     argv = [*limit, sys.executable, *shlex.split(words)]
-    done = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
-    found["seconds"] = round(time.monotonic() - began, 1)
-    if done.returncode:
+    process = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    report["seconds"] = round(time.monotonic() - began, 1)
+    if process.returncode:
         cut_off = time.monotonic() - began >= limit_s
-        found["failed"] = f"cut off: its {limit_s:.0f} s were over" if cut_off else f"exit code {done.returncode}"
+        report["failed"] = f"cut off: its {limit_s:.0f} s were over" if cut_off else f"exit code {process.returncode}"
     try:
-        return found | {"rows": json.loads(done.stdout)}
+        return report | {"rows": json.loads(process.stdout)}
     except json.JSONDecodeError:
-        return found | {"output": done.stdout.splitlines()[-100:]}
+        return report | {"output": process.stdout.splitlines()[-100:]}
 
 
 def main() -> int:
@@ -103,20 +103,20 @@ def main() -> int:
             print("gpu: torch finds no GPU; nvidia-smi and torch's build say why", file=sys.stderr)
             return 1
         made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        found: dict[str, Any] = {"kind": args.device, "made_at": made_at, "device": device}
-        found |= {"tests": run(TESTS, tests, TESTS_S), "figures": []}
+        report: dict[str, Any] = {"kind": args.device, "made_at": made_at, "device": device}
+        report |= {"tests": run(TESTS, tests, TESTS_S), "figures": []}
         for gpus, words in BENCHES:
             words = words.format(large=large(device.get("free_gib", 0)))
             if args.device == "fake":
                 words = re.sub(r"--params \d+ --n \d+", "--params 0.1 --n 2", words)
             bench = f"-m bench --json --device {args.device} {words}"
             if gpus <= device["count"]:
-                found["figures"].append(run(bench, environ, end - time.monotonic()))
+                report["figures"].append(run(bench, environ, end - time.monotonic()))
             else:
-                found["figures"].append({"command": f"python {bench}", "needs": f"{gpus} GPUs"})
+                report["figures"].append({"command": f"python {bench}", "needs": f"{gpus} GPUs"})
             # After each: what is known must outlive a machine that is taken away.
-            args.out.write_text(json.dumps(found, indent=2) + "\n")
-    return int(any("failed" in each for each in [found["tests"], *found["figures"]]))
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return int(any("failed" in each for each in [report["tests"], *report["figures"]]))
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
                 except FallowError as error:  # the next look may be good
                     progress(f"harvest: {error}")
                     continue
-                for cluster, seen in zip(looks, jobs.values(), strict=True):
-                    seen.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
+                for cluster, user_jobs in zip(looks, jobs.values(), strict=True):
+                    user_jobs.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
                 owners = owners_in(looks[0], base)
                 watch.look(looks[0].at, owners, members_of(snapshot.runs[0]))
                 progress(f"harvest: {time.time() - began:.0f} s, {len(watch.holes)} holes")
@@ -102,10 +102,10 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
 def rows(watch: HoleWatch, later: list[float], delayed: DelayReport) -> Iterator[Row]:
     """What was measured, as rows; a figure of nothing has none."""
     start_up_s = watch.start_up_s or 0.0
-    idle, used = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
-    if idle:
-        usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
-        yield Row(name="idle time trained", unit="of it", ours=ours([used / idle]), note=usable)
+    idle_s, trained_s = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
+    if idle_s:
+        usable = f"{trained_s:.0f} of {idle_s:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
+        yield Row(name="idle time trained", unit="of it", ours=ours([trained_s / idle_s]), note=usable)
     if waits := waits_s(hole for hole in watch.holes if hole.left_by_others):
         yield Row(name="hole to first step", ours=ours(waits), note=f"{len(watch.holes)} holes")
     if later:
@@ -119,16 +119,18 @@ def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:
 
     A node in use whose job the other half of the poll does not show (yet) is left out.
     """
-    used = {node.node for node in cluster.nodes if {node.state, *node.flags} & {"ALLOCATED", "MIXED", "COMPLETING"}}
-    unused = [node for node in cluster.nodes if node.node not in used]
+    nodes_in_use = {
+        node.node for node in cluster.nodes if {node.state, *node.flags} & {"ALLOCATED", "MIXED", "COMPLETING"}
+    }
+    unused = [node for node in cluster.nodes if node.node not in nodes_in_use]
     owners = {node.node: NodeOwner.IDLE if is_idle(node) else NodeOwner.DOWN for node in unused}
-    held = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
-    ours = [job for job in held if job.name.startswith("fallow-") and job.job_id != base]
-    owners |= {node: NodeOwner.OURS for job in ours for node in job.nodes}
-    return owners | {node: NodeOwner.OTHERS for job in held if job not in ours for node in job.nodes}
+    active_jobs = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
+    our_jobs = [job for job in active_jobs if job.name.startswith("fallow-") and job.job_id != base]
+    owners |= {node: NodeOwner.OURS for job in our_jobs for node in job.nodes}
+    return owners | {node: NodeOwner.OTHERS for job in active_jobs if job not in our_jobs for node in job.nodes}
 
 
-def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) -> list[float]:
+def later_s(with_fallow: dict[str, JobInfo], without_fallow: dict[str, JobInfo], until: float) -> list[float]:
     """By how much each job waited longer with Fallow. One that has not started counts with its wait up to now."""
 
     def wait_s(job: JobInfo) -> float:
@@ -136,5 +138,9 @@ def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) 
         start = job.start_at if job.nodes and job.start_at is not None else until
         return min(start, until) - (job.submit_at or until)
 
-    started = [name for name in ours.keys() & theirs.keys() if ours[name].nodes or theirs[name].nodes]
-    return [wait_s(ours[name]) - wait_s(theirs[name]) for name in started]
+    started = [
+        name
+        for name in with_fallow.keys() & without_fallow.keys()
+        if with_fallow[name].nodes or without_fallow[name].nodes
+    ]
+    return [wait_s(with_fallow[name]) - wait_s(without_fallow[name]) for name in started]

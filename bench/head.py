@@ -92,7 +92,7 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
             while not busy_s:
                 await asyncio.sleep(rest_s)
                 busy_s = _loop_s(head) - began_s
-            found: Figures = {("head at rest", "cores"): [busy_s / (time.monotonic() - began_at)]}
+            results: Figures = {("head at rest", "cores"): [busy_s / (time.monotonic() - began_at)]}
             for number in range(times):
                 node = players.nodes[number * nodes // times]
                 for name, act, least in (("kill", node.kill, nodes - 1), ("absorb", node.start, nodes)):
@@ -102,12 +102,14 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
                     begin = node.changed or end
                     figures = {("all told", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
                     figures["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
-                    figures |= {(kind, "MB"): (sent - begin.sent[kind]) / 1e6 for kind, sent in end.sent.items()}
+                    figures |= {
+                        (kind, "MB"): (size_bytes - begin.sent[kind]) / 1e6 for kind, size_bytes in end.sent.items()
+                    }
                     for (what, unit), value in figures.items():
-                        found.setdefault((f"{name}: {what}", unit), []).append(value)
+                        results.setdefault((f"{name}: {what}", unit), []).append(value)
                     await _settle(control)
             most = next(line for line in _proc(head, "status").splitlines() if line.startswith("VmHWM"))
-            return found | {("head's memory", "MB"): [int(most.split()[1]) * 1024 / 1e6]}
+            return results | {("head's memory", "MB"): [int(most.split()[1]) * 1024 / 1e6]}
         finally:
             players.close()
             await control.aclose()
@@ -133,7 +135,7 @@ async def _settle(control: ControlClient) -> None:
 async def _all_told(players: Players, before: int, least: int) -> Moment:
     """Wait until so many nodes have been told to switch to a generation after `before`; returns when that was."""
     end = time.monotonic() + PATIENCE_S
-    while not any(generation > before and told >= least for generation, told in players.told.items()):
+    while not any(generation > before and node_count >= least for generation, node_count in players.told.items()):
         if time.monotonic() > end:
             raise FallowError(f"no generation reached {least} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
         await asyncio.sleep(LOOK_S)
@@ -163,13 +165,13 @@ def run_scale(settings: Settings) -> Iterator[Row]:
 def measure_size(nodes: int, runs: int, lasts_s: float, rest_s: float) -> list[Row]:
     """One size; heartbeats are counted for `rest_s`."""
     polls, note = decide(nodes, runs, lasts_s)
-    held = max(runs, round((1 - USED) * nodes))
-    rest = asyncio.run(measure(held, SLOTS, 0, runs=runs, rest_s=rest_s))
-    (memory,), cores = rest["head's memory", "MB"], ours(rest["head at rest", "cores"])
-    beats = f"heartbeats and ticks of {held} nodes with {SLOTS} workers each; {memory:.0f} MB resident"
+    run_nodes = max(runs, round((1 - USED) * nodes))
+    idle_figures = asyncio.run(measure(run_nodes, SLOTS, 0, runs=runs, rest_s=rest_s))
+    (memory,), cores = idle_figures["head's memory", "MB"], ours(idle_figures["head at rest", "cores"])
+    beats = f"heartbeats and ticks of {run_nodes} nodes with {SLOTS} workers each; {memory:.0f} MB resident"
     return [
         Row(name="deciding after a poll", members=nodes, ours=ours(polls), note=f"{runs} runs; {note}"),
-        Row(name="head at rest", members=held, unit="cores", ours=cores, note=beats),
+        Row(name="head at rest", members=run_nodes, unit="cores", ours=cores, note=beats),
     ]
 
 
@@ -207,8 +209,8 @@ def others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
     """Jobs that keep `USED` of each partition's nodes busy. Some came before the begin, and still run."""
     before_s, jobs = 8 * MEAN_S, list[SimJob]()
     for number, (group, names) in enumerate(groups.items()):
-        made = make_jobs(number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED, mean_s=MEAN_S)
-        for job in made:
+        group_jobs = make_jobs(number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED, mean_s=MEAN_S)
+        for job in group_jobs:
             at, end = max(0.0, job.at_s - before_s), job.at_s - before_s + job.runs_s
             if end > at + 1.0:
                 what: dict[str, Any] = {"runs_s": end - at, "limit_s": min(86400.0, 60.0 * job.limit_minutes)}

@@ -162,22 +162,22 @@ class Node:
         self._players.sent[kind] += len(data)
 
     def _obey(self, order: Order) -> None:
-        self._order, plan, said = order, order.plan, self._said
-        given_up = max(said.given_up, order.broken)
-        if plan is not None and plan.generation > said.prepared:
+        self._order, plan, report = order, order.plan, self._said
+        given_up = max(report.given_up, order.broken)
+        if plan is not None and plan.generation > report.prepared:
             given_up = max(given_up, plan.replaces if plan.interrupt else 0)
-            self._say(Gather(node=said.node, generation=plan.generation, key="control/0", part=self._part), "gathers")
-        elif plan is not None and order.committed == plan.generation > said.generation:
+            self._say(Gather(node=report.node, generation=plan.generation, key="control/0", part=self._part), "gathers")
+        elif plan is not None and order.committed == plan.generation > report.generation:
             given_up, now = max(given_up, plan.replaces), plan.generation
             switch = Switch(generation=now, first_step=now, pause_s=0.1)
-            self._said = replace(said, generation=now, step=now, has_state=True, switch=switch)
+            self._said = replace(report, generation=now, step=now, has_state=True, switch=switch)
             self._players.told[now] += 1
         self._report(given_up=given_up)
 
-    def _report(self, kind: str = "reports", **news: Any) -> None:
+    def _report(self, kind: str = "reports", **changes: Any) -> None:
         order, seq = self._order, self._said.seq + 1
         ready = None if order.accepted else _CONTRACT
-        self._said = replace(self._said, seq=seq, term=order.term, edition=order.edition, ready=ready, **news)
+        self._said = replace(self._said, seq=seq, term=order.term, edition=order.edition, ready=ready, **changes)
         beat = Beat(report=self._said, brief=True)
         self._say(replace(beat, progress=_PROGRESS, brief=False) if kind == "heartbeats" else beat, kind)
 

@@ -44,13 +44,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     "that the members trained on"
 
     def __str__(self) -> str:
-        where = [f"{self.members} members"] if self.members else []
-        where += [f"{self.params / 1e6:g} M parameters"] if self.params else []
-        beside = f", {self.peer.name} {self.peer.p50:.3f} {self.unit}" if self.peer else ""
-        beside += f", ratio {self.ratio:.3g}" if self.ratio else ""
+        world = [f"{self.members} members"] if self.members else []
+        world += [f"{self.params / 1e6:g} M parameters"] if self.params else []
+        peer_text = f", {self.peer.name} {self.peer.p50:.3f} {self.unit}" if self.peer else ""
+        peer_text += f", ratio {self.ratio:.3g}" if self.ratio else ""
         figures = f"p50 {self.ours.p50:.3f} {self.unit}, p95 {self.ours.p95:.3f} {self.unit} (n = {self.ours.n})"
         note = f"\n    {self.note}" if self.note else ""
-        return f"{', '.join([self.name, *where])}: {figures}{beside}{note}"
+        return f"{', '.join([self.name, *world])}: {figures}{peer_text}{note}"
 
 
 def worlds(settings: Settings) -> list[tuple[int, int]]:
@@ -75,6 +75,6 @@ def ours(values: Sequence[float]) -> Ours:
 
 def at(values: Sequence[float], q: float) -> float:
     """A quantile of measurements; at least one."""
-    found = quantile(values, q)
-    assert found is not None
-    return found
+    value = quantile(values, q)
+    assert value is not None
+    return value

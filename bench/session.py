@@ -91,23 +91,23 @@ def train(params: int, members: int, schedule: str = "", /, **options: object) -
 
 def read_steps(folder: Path) -> list[Finished]:
     """All finished steps of all workers, by time. A torn last line is left out."""
-    found: list[Finished] = []
+    steps: list[Finished] = []
     for path in folder.glob("*.steps"):
         for line in path.read_text().splitlines():
             words = line.split()
             if len(words) == 3 and "." in words[2]:
-                found.append(Finished(path.stem, int(words[0]), int(words[1]), float(words[2])))
-    return sorted(found, key=lambda one: one.at)
+                steps.append(Finished(path.stem, int(words[0]), int(words[1]), float(words[2])))
+    return sorted(steps, key=lambda finished: finished.at)
 
 
 def new_steps(log: Sequence[Finished]) -> list[Finished]:
     """The steps that went beyond all before them, each as it was first finished by anybody, by time."""
-    highest, found = -1, []
-    for one in log:
-        if one.step > highest:
-            highest = one.step
-            found.append(one)
-    return found
+    highest, steps = -1, []
+    for finished in log:
+        if finished.step > highest:
+            highest = finished.step
+            steps.append(finished)
+    return steps
 
 
 def usual_gap(log: Sequence[Finished]) -> float:

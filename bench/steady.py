@@ -46,8 +46,8 @@ Turns = dict[str, list[float]]
 
 def run(settings: Settings) -> Iterator[Row]:
     """All worlds and models with one shard a member; the first one also with four shards, and compiled."""
-    first, *others = worlds(settings)
-    arms = [(first, 1, False), (first, 4, False), *((world, 1, False) for world in others)]
+    first, *other_worlds = worlds(settings)
+    arms = [(first, 1, False), (first, 4, False), *((world, 1, False) for world in other_worlds)]
     arms += [(first, 1, True)] if settings.device in ("cpu", "cuda") else []  # others have no compiler
     for (params, members), shards, compiled in arms:
         words = f"{shards} shards a member" + (", compiled" if compiled else "")
@@ -70,8 +70,8 @@ def run_reproducible(settings: Settings) -> Iterator[Row]:
     The ratio is (ours / DDP) in the reproducible mode, divided by the same of the fast one, so that a machine that is
     slower during one of the runs hardly shows.
     """
-    first, *others = worlds(settings)
-    for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in others)]:
+    first, *other_worlds = worlds(settings)
+    for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in other_worlds)]:
         progress(f"reproducible: {named(params, members)}, {shards} shards a member")
         fast, exact = (
             compare(params, members, shards, settings.n or ROUNDS_EXACT, settings.device, reproducible=mode)
@@ -105,13 +105,13 @@ def compare(params: int, members: int, shards: int, rounds: int, device: str, **
     if are_shared(device, members):
         raise FallowError(f"{members} members beside DDP need {members} devices ({device})", Exit.UNAVAILABLE)
     trainings = 2 if rounds < FEW_ROUNDS else 4
-    more = {"shards": shards, "rounds": -(-rounds // trainings), "device": device, **options}
-    found: Turns = {"ours": [], "ddp": [], "ddp_again": []}
+    settings = {"shards": shards, "rounds": -(-rounds // trainings), "device": device, **options}
+    turns: Turns = {"ours": [], "ddp": [], "ddp_again": []}
     for _ in range(trainings):
-        done = train(params, members, **more)
-        for arm, seconds in msgspec.json.decode(done.result, type=Turns).items():
-            found[arm] += seconds
-    return found
+        training = train(params, members, **settings)
+        for arm, seconds in msgspec.json.decode(training.result, type=Turns).items():
+            turns[arm] += seconds
+    return turns
 
 
 def beside_ddp(turns: Turns) -> Ratio:

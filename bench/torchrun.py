@@ -37,26 +37,26 @@ def run(settings: Settings) -> Iterator[Row]:
         progress(f"torchrun: {named(params, members)}, ours")
         figure = ours(standstills(members, params, rounds))
         progress(f"torchrun: {named(params, members)}, torchrun's")
-        theirs = [peer(members, params) for _ in range(rounds)]
+        peer_times = [peer(members, params) for _ in range(rounds)]
         yield Row(
             name="absorb, against torchrun",
             members=members,
             params=params,
             ours=figure,
-            peer=Peer(name="torchrun", p50=at(theirs, 0.5)),
-            ratio=at(theirs, 0.5) / max(figure.p50, 1e-3),
-            note=f"torchrun: {', '.join(f'{value:.1f}' for value in theirs)}; {SETTLED_S:g}: it did not go on",
+            peer=Peer(name="torchrun", p50=at(peer_times, 0.5)),
+            ratio=at(peer_times, 0.5) / max(figure.p50, 1e-3),
+            note=f"torchrun: {', '.join(f'{value:.1f}' for value in peer_times)}; {SETTLED_S:g}: it did not go on",
         )
 
 
 def standstills(members: int, params: int, rounds: int) -> list[float]:
     """Under Fallow: in each round one comes and leaves."""
     items = ",".join(f"+1@{STEPS + 24 * number},-1@{STEPS + 24 * number + 12}" for number in range(rounds))
-    done = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
-    began = [at for _, at in done.happened] + [done.finished[-1].at]
+    training = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
+    began = [at for _, at in training.happened] + [training.finished[-1].at]
     return [
-        session.standstill(done.finished, since, until)
-        for (item, since), until in zip(done.happened, began[1:], strict=True)
+        session.standstill(training.finished, since, until)
+        for (item, since), until in zip(training.happened, began[1:], strict=True)
         if item.action is Action.ADD
     ]
 
@@ -90,8 +90,10 @@ def peer(members: int, params: int) -> float:
 def _start(argv: list[str], log: Path) -> psutil.Popen:
     # With the rendezvous' own store, agents of torch 2.13 wait 60 s for keys in vain after a newcomer, and end.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with (log / "output.txt").open("ab") as out:
-        return psutil.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True)
+    with (log / "output.txt").open("ab") as output:
+        return psutil.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
+        )
 
 
 def _kill(agent: psutil.Popen) -> None:
@@ -107,8 +109,12 @@ def _settled(log: Path, size: int, after: float) -> bool:
     """Wait until a world of that size has made new steps; steps that are done again do not count."""
     end = time.monotonic() + SETTLED_S
     while time.monotonic() < end:
-        news = [one for one in session.new_steps(session.read_steps(log)) if one.at > after and one.generation == size]
-        if len(news) >= STEPS:
+        new_steps = [
+            finished
+            for finished in session.new_steps(session.read_steps(log))
+            if finished.at > after and finished.generation == size
+        ]
+        if len(new_steps) >= STEPS:
             return True
         time.sleep(0.05)
     return False

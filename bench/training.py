@@ -135,10 +135,10 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
     """Have the arms take turns. The main member writes the seconds per step of each turn on the slowest member."""
     pinned = args.device != "cpu"
     model, data = workload.make(args.params, device), Subset(workload.text(device), range(SAMPLES))
-    run, mine = fallow.init(), copy.deepcopy(model)
+    run, our_model = fallow.init(), copy.deepcopy(model)
     net, optimizer, loader = run.prepare(
-        mine,
-        workload.optimizer(mine),
+        our_model,
+        workload.optimizer(our_model),
         DataLoader(data, BATCH, pin_memory=pinned),
         global_batch=BATCH * args.workers * args.shards,
         reproducible=args.reproducible,
@@ -149,10 +149,10 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
     host: Any = dist.new_group(backend="gloo")
     sampler: Any = DistributedSampler(data, args.workers, run.rank, shuffle=False)
-    theirs = DataLoader(data, BATCH, sampler=sampler, pin_memory=pinned)
-    arms = {"ddp": _ddp(copy.deepcopy(model), theirs, args)}
+    ddp_loader = DataLoader(data, BATCH, sampler=sampler, pin_memory=pinned)
+    arms = {"ddp": _ddp(copy.deepcopy(model), ddp_loader, args)}
     arms["ours"] = partial(_ours, run, torch.compile(net) if args.compile else net, net, optimizer, loader)
-    arms["ddp_again"] = _ddp(copy.deepcopy(model), theirs, args)
+    arms["ddp_again"] = _ddp(copy.deepcopy(model), ddp_loader, args)
     for steps in arms.values():
         list(steps(WARM))
     dice, turns = random.Random(0), {name: list[float]() for name in arms}

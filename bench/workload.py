@@ -93,9 +93,9 @@ def check_device(name: str) -> None:
     Raises:
         FallowError: torch knows none here.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != name:
-        advice = f"only {found.type}" if found else "no GPU; nvidia-smi and torch's build say why"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != name:
+        advice = f"only {accelerator.type}" if accelerator else "no GPU; nvidia-smi and torch's build say why"
         raise FallowError(f"--device {name}: torch {torch.__version__} finds {advice}", Exit.UNAVAILABLE)
 
 

@@ -57,8 +57,8 @@ class Agenda:
             self.now, _, _, what, _, _ = heappop(self._heap)
             what()
         self.now = max(self.now, to)
-        told, self._told = self._told, []
-        return told
+        events, self._told = self._told, []
+        return events
 
 
 def next_beat(at: float, period_s: float, phase_s: float) -> float:

@@ -68,13 +68,13 @@ class Greedy(Head):
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def _started(self, started: Started) -> None:
-        job, rooms = self._jobs[started.job_id], self._rooms()
+        job, nodes_wanted = self._jobs[started.job_id], self._rooms()
         job.node = started.nodes[0]
-        users = [run for run in self._users(job.partition) if rooms[run] > 0]
+        users = [run for run in self._users(job.partition) if nodes_wanted[run] > 0]
         if not users:
             self._leave(started.job_id)
             return
-        job.run = min(users, key=lambda run: self._plans[run].max_nodes - rooms[run])
+        job.run = min(users, key=lambda run: self._plans[run].max_nodes - nodes_wanted[run])
         self.runs.join(job.run, job.node, started.job_id)
         self.loop.post(started.end_at - self._lead_s, self._leave, started.job_id)
 
@@ -95,8 +95,8 @@ class Greedy(Head):
 
     def _rooms(self) -> dict[str, int]:
         """Run -> nodes that it could still use; those that start up are its nodes already."""
-        held = Counter(job.run for job in self._jobs.values())
-        return {run: plan.max_nodes - held[run] for run, plan in self._plans.items()}
+        node_counts = Counter(job.run for job in self._jobs.values())
+        return {run: plan.max_nodes - node_counts[run] for run, plan in self._plans.items()}
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -113,10 +113,10 @@ class Greedy(Head):
             for node in self.engine.poll().nodes
             if node.state == "IDLE" and node.node in self._partitions and "COMPLETING" not in node.flags
         )
-        rooms = self._rooms()
+        nodes_wanted = self._rooms()
         for partition, number in idle.items():
-            room = sum(rooms[run] for run in self._users(partition))
-            for _ in range(min(number, room) - waiting[partition]):
+            total_wanted = sum(nodes_wanted[run] for run in self._users(partition))
+            for _ in range(min(number, total_wanted) - waiting[partition]):
                 self._queued[partition] += 1
                 self.loop.post(self.loop.now + self._bucket.take(), self._submit, partition)
 

@@ -95,7 +95,7 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
     Raises:
         FallowError: the text makes no sense, or names a curve or a partition that does not exist.
     """
-    found: list[RunPlan] = []
+    run_plans: list[RunPlan] = []
     for part in text.split(";"):
         match = _PART.fullmatch(part.strip())
         number, least, most = (int(word or 1) for word in match.group(1, 2, 3)) if match else (0, 0, 0)
@@ -105,7 +105,7 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
                 f"for example {DEFAULT}",
                 Exit.USAGE,
             )
-        if sum(plan.max_nodes for plan in found) + number * most > MOST_NODES:
+        if sum(plan.max_nodes for plan in run_plans) + number * most > MOST_NODES:
             raise FallowError(f"runs {part.strip()!r}: more than {MOST_NODES:,} nodes in all", Exit.USAGE)
         chosen = tuple(match[4].split("+")) if match[4] else partitions
         if unknown := [name for name in chosen if name not in partitions]:
@@ -114,9 +114,9 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
                 Exit.USAGE,
             )
         rate = curve_of(match[5])
-        found += [
+        run_plans += [
             RunPlan(
-                run=f"r{len(found) + k + 1}",
+                run=f"r{len(run_plans) + k + 1}",
                 min_nodes=least,
                 max_nodes=most,
                 rate=rate,
@@ -124,7 +124,7 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
             )
             for k in range(number)
         ]
-    return found
+    return run_plans
 
 
 def curve_of(name: str) -> Rate:

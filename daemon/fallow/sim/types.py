@@ -80,7 +80,7 @@ class Scheduler(Struct, frozen=True, kw_only=True):
         Raises:
             FallowError: a word has no number.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for word in scheduler_parameters.replace(" ", "").split(","):
             name, _, value = word.partition("=")
             if name in _NUMBERS:
@@ -88,12 +88,12 @@ class Scheduler(Struct, frozen=True, kw_only=True):
                 try:
                     number = int(value)
                     if number >= least or (name, number) == BACKFILL_OFF:
-                        found[field] = number * (unit_s or 1)
+                        values[field] = number * (unit_s or 1)
                 except ValueError:
                     raise FallowError(
                         f"SchedulerParameters: {name} needs a number, for example {name}=30", Exit.DATA
                     ) from None
-        return cls(**{**found, **more})
+        return cls(**{**values, **more})
 
     @property
     def words(self) -> str:

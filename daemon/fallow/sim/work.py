@@ -101,11 +101,11 @@ class Work:
         """Nodes are no longer members; what that costs is settled with everything else that happens in this moment."""
         for node in nodes:
             run.coming.pop(node, None)
-        gone = [node for node in nodes if run.members.pop(node, None) is not None]
-        if gone:
+        leavers = [node for node in nodes if run.members.pop(node, None) is not None]
+        if leavers:
             run.left[kind] = None
             self._agenda.at(self._agenda.now, RUN, partial(self._change, run))
-        return bool(gone)
+        return bool(leavers)
 
     def _change(self, run: _Run) -> None:
         """Settle what came and went in this moment."""
@@ -162,8 +162,8 @@ class Work:
 
     def _measured(self, run: _Run, lasted_s: float) -> None:
         step_s = ONE_NODE_STEP_S / run.speed
-        told = Measured(at=self._agenda.now, run=run.plan.run, members=run.was, step_s=step_s, lasted_s=lasted_s)
-        self._agenda.tell(told)
+        measurement = Measured(at=self._agenda.now, run=run.plan.run, members=run.was, step_s=step_s, lasted_s=lasted_s)
+        self._agenda.tell(measurement)
 
 
 class Head:

@@ -55,19 +55,19 @@ class Cycle:
         return self._starts
 
     def _look(self, job: Job) -> None:
-        allowed = job.partition.mask & ~job.excluded & self._cluster.has(job.slots)
+        candidates = job.partition.mask & ~job.excluded & self._cluster.has(job.slots)
         if self._owners is not None:
             # Nobody knows when nodes become idle, so nothing is planned.
             if job.ours:
                 if job.granted_s not in self._wanted:
                     self._wanted[job.granted_s] = self._owners.wanted_by(self._now + job.granted_s)
                 # The main pass looks at owners first, in a moment.
-                self._start(job, allowed & ~self._wanted[job.granted_s] & ~self._cluster.awaited)
+                self._start(job, candidates & ~self._wanted[job.granted_s] & ~self._cluster.awaited)
             return
-        found = self._plan(job, allowed)
-        if found is None:
+        plan = self._plan(job, candidates)
+        if plan is None:
             return
-        at, nodes, avail = found
+        at, nodes, avail = plan
         if at <= self._now and self._start(job, avail):
             return
         # A job that could start now keeps its nodes from now on: those that it preempts are still there.
@@ -76,26 +76,26 @@ class Cycle:
             job.planned = nodes
             self._space.reserve(nodes, *self._space.slot(at, job.granted_s))
 
-    def _plan(self, job: Job, allowed: int) -> tuple[float, int, int] | None:
+    def _plan(self, job: Job, candidates: int) -> tuple[float, int, int] | None:
         """When it could start, where, and which nodes nobody else has then; None: not within reach of the map."""
         space, now, start, limit_s = self._space, self._now, self._now, job.granted_s
-        if allowed.bit_count() < job.nodes or job.required & ~allowed:
+        if candidates.bit_count() < job.nodes or job.required & ~candidates:
             return None
         for _ in range(TRIES):
             if start > space.end:
                 return None
-            avail, later = space.over(allowed, start, start + limit_s)
+            avail, later = space.over(candidates, start, start + limit_s)
             if start <= now and not job.ours:
                 self._lives.note_held(job, self._cluster.is_held_by_us(job, avail))
-            found = None
+            fit = None
             if avail.bit_count() >= job.nodes and not job.required & ~avail:
-                found = self._room(job, avail, start, inf if later is None else later)
-            if found is None or (later is not None and found[0] > later):
+                fit = self._room(job, avail, start, inf if later is None else later)
+            if fit is None or (later is not None and fit[0] > later):
                 if later is None:
                     return None
                 start = later
                 continue
-            at, nodes = found
+            at, nodes = fit
             if at > space.end:
                 return None if at == inf else (at, nodes, avail)
             if at <= now or not space.overlaps(nodes, *space.slot(at, limit_s)):
@@ -111,10 +111,10 @@ class Cycle:
                 return self._now, nodes
             if may_preempt and self._cluster.ending & avail:
                 # Who finds room on nodes that are being left has nobody else preempted.
-                soon_at = self._now + ENDING_S
-                soon = self._timeline(job, False).earliest(job, avail, soon_at, soon_at)
-                if soon is not None:
-                    return soon
+                early_at = self._now + ENDING_S
+                early_fit = self._timeline(job, False).earliest(job, avail, early_at, early_at)
+                if early_fit is not None:
+                    return early_fit
         return self._timeline(job, may_preempt).earliest(job, avail, start, until)
 
     def _timeline(self, job: Job, may_preempt: bool) -> Timeline:

@@ -107,12 +107,12 @@ class Cluster:
 
     def _use(self, job: Job, place: int, sign: int) -> None:
         bit, slots = 1 << place, self.slots[place]
-        before = slots - self._used[place]
+        free_before = slots - self._used[place]
         self._used[place] += sign * (slots if job.whole else job.slots)
-        after = slots - self._used[place]
-        for level in range(after + 1, before + 1):
+        free_after = slots - self._used[place]
+        for level in range(free_after + 1, free_before + 1):
             self.room[level] &= ~bit
-        for level in range(before + 1, after + 1):
+        for level in range(free_before + 1, free_after + 1):
             self.room[level] |= bit
 
     # -- which nodes a job could have -------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ class Cluster:
             return self.empty & self.has(job.slots)
         return self.room[max(1, job.slots)] & ~self.drained if job.slots < len(self.room) else 0
 
-    def fitting(self, job: Job, allowed: int) -> int:
-        """Nodes among `allowed` on which the job can start now; 0: there are not enough.
+    def fitting(self, job: Job, candidates: int) -> int:
+        """Nodes among `candidates` on which the job can start now; 0: there are not enough.
 
         As Slurm's select/cons_tres does, jobs that share nodes go where others are already, whole nodes are taken in
         their order. Which of several equal nodes it is, is not modelled beyond that.
         """
-        free = allowed & self.with_room(job)
+        free = candidates & self.with_room(job)
         if not is_enough(job, free):
             return 0
         if job.preferred and not job.preferred & ~free:
@@ -137,71 +137,71 @@ class Cluster:
         if job.whole:
             return pick(job, free)
         # The fullest first: that leaves the most of whole nodes.
-        found = job.required
+        chosen = job.required
         for level in range(max(1, job.slots), len(self.room)):
             above = self.room[level + 1] if level + 1 < len(self.room) else 0
-            here = free & ~above & ~found
-            mixed = here & ~self.empty
-            for part in (mixed, here ^ mixed):
-                missing = job.nodes - found.bit_count()
+            level_nodes = free & ~above & ~chosen
+            mixed = level_nodes & ~self.empty
+            for part in (mixed, level_nodes ^ mixed):
+                missing = job.nodes - chosen.bit_count()
                 if missing <= 0:
-                    return found
-                found |= lowest(part, min(missing, part.bit_count()))
-        return found
+                    return chosen
+                chosen |= lowest(part, min(missing, part.bit_count()))
+        return chosen
 
-    def is_held_by_us(self, job: Job, allowed: int) -> bool:
-        """Could it start now on `allowed` if our jobs were not there, whose processes are there still?"""
-        allowed &= self.has(job.slots)
-        free = allowed & (self.with_room(job) | ~(self.theirs | self.ours | self.empty))
-        return is_enough(job, free | allowed & self.ours) and not is_enough(job, free)
+    def is_held_by_us(self, job: Job, candidates: int) -> bool:
+        """Could it start now on `candidates` if our jobs were not there, whose processes are there still?"""
+        candidates &= self.has(job.slots)
+        free = candidates & (self.with_room(job) | ~(self.theirs | self.ours | self.empty))
+        return is_enough(job, free | candidates & self.ours) and not is_enough(job, free)
 
 
-def victims(cluster: Cluster, job: Job, allowed: int) -> list[Job]:
-    """Running jobs that must go so that the job can start on some of `allowed`; none: it would not start even so.
+def victims(cluster: Cluster, job: Job, candidates: int) -> list[Job]:
+    """Running jobs that must go so that the job can start on some of `candidates`; none: it would not start even so.
 
     slurm.conf(5), PreemptType=preempt/partition_prio; the lowest tier goes first, then those with the fewest nodes
     (`src/slurmctld/preempt.c`).
     As in Slurm, one that was told to go for somebody else, and runs still, is taken like any other (`_run_now` of
     select/cons_tres), and nodes with a job that is ending do not count (`cg_node_bitmap`, `_pick_best_nodes`).
     """
-    wanted = allowed & cluster.has(job.slots) & ~cluster.ending
+    usable = candidates & cluster.has(job.slots) & ~cluster.ending
     if job.required.bit_count() >= job.nodes:
-        wanted &= job.required
-    room = wanted & cluster.with_room(job)
+        usable &= job.required
+    free = usable & cluster.with_room(job)
     chosen: list[Job] = []
-    for victim in _in_order(cluster, job, wanted):
-        if is_enough(job, room):
+    for victim in _in_order(cluster, job, usable):
+        if is_enough(job, free):
             break
         chosen.append(victim)
-        room |= _room(cluster, job, wanted & victim.mask, chosen)
-    if not is_enough(job, room):
+        free |= _room(cluster, job, usable & victim.mask, chosen)
+    if not is_enough(job, free):
         return []
     for victim in list(chosen) if len(chosen) > 1 else ():
         without = [other for other in chosen if other is not victim]
-        if is_enough(job, _room(cluster, job, wanted, without)):
+        if is_enough(job, _room(cluster, job, usable, without)):
             chosen = without
     return chosen
 
 
-def _room(cluster: Cluster, job: Job, wanted: int, gone: list[Job]) -> int:
+def _room(cluster: Cluster, job: Job, usable: int, excluded_jobs: list[Job]) -> int:
     """Nodes that would take the job without those."""
-    room = 0
-    for place in places(wanted):
-        staying = [other for other in cluster.jobs[place] if other not in gone]
-        used = sum(cluster.slots[place] if other.whole else other.slots for other in staying)
-        if not staying or (not job.whole and used + max(1, job.slots) <= cluster.slots[place]):
-            room |= 1 << place
-    return room
+    free = 0
+    for place in places(usable):
+        other_jobs = [other for other in cluster.jobs[place] if other not in excluded_jobs]
+        slots_used = sum(cluster.slots[place] if other.whole else other.slots for other in other_jobs)
+        if not other_jobs or (not job.whole and slots_used + max(1, job.slots) <= cluster.slots[place]):
+            free |= 1 << place
+    return free
 
 
-def _in_order(cluster: Cluster, job: Job, wanted: int) -> list[Job]:
-    found = {
+def _in_order(cluster: Cluster, job: Job, usable: int) -> list[Job]:
+    jobs = {
         other.serial: other
-        for place in places(wanted & cluster.yielding)
+        for place in places(usable & cluster.yielding)
         for other in cluster.jobs[place]
         if other.is_preemptable_by(job.partition.tier)
     }
-    return sorted(found.values(), key=lambda other: (other.partition.tier, other.nodes, other.serial))
+    return sorted(jobs.values(), key=lambda other: (other.partition.tier, other.nodes, other.serial))
 
 
 def places(mask: int) -> Iterator[int]:
@@ -214,12 +214,12 @@ def places(mask: int) -> Iterator[int]:
 
 def lowest(mask: int, number: int) -> int:
     """The first so many nodes of a set that has as many."""
-    found = 0
+    first = 0
     for _ in range(number):
         bit = mask & -mask
-        found |= bit
+        first |= bit
         mask ^= bit
-    return found
+    return first
 
 
 def pick(job: Job, free: int) -> int:
@@ -234,11 +234,11 @@ def is_enough(job: Job, free: int) -> bool:
 
 def _partitions(site: Site, index: dict[str, int]) -> dict[str, Partition]:
     by_tier = site.preempt_type == "preempt/partition_prio"
-    found = {
+    partitions = {
         info.partition: Partition(info, sum(1 << index[name] for name in set(info.nodes)), by_tier and info.preempts)
         for info in site.partitions
     }
-    for one in found.values():
-        below = (other for other in found.values() if other.preempts and other.tier < one.tier)
-        one.may_preempt = any(other.mask & one.mask for other in below)
-    return found
+    for partition in partitions.values():
+        lower_partitions = (other for other in partitions.values() if other.preempts and other.tier < partition.tier)
+        partition.may_preempt = any(other.mask & partition.mask for other in lower_partitions)
+    return partitions

@@ -100,9 +100,9 @@ class SlurmSim(Agenda):
         partition = self._cluster.partitions.get(options["partition"])
         if partition is None:
             raise SubmitRejected(token, f"invalid partition specified: {options['partition']}")
-        nodes, named = parse.count(options.get("nodes", "1")), parse.nodes(options.get("nodelist", ""))
-        required = self._cluster.mask_of(named)
-        if partition.mask.bit_count() < nodes or required & ~partition.mask or required.bit_count() < len(named):
+        nodes, names = parse.count(options.get("nodes", "1")), parse.nodes(options.get("nodelist", ""))
+        required = self._cluster.mask_of(names)
+        if partition.mask.bit_count() < nodes or required & ~partition.mask or required.bit_count() < len(names):
             raise SubmitRejected(token, NOT_AVAILABLE)
         self._serial += 1
         job = Job(
@@ -202,10 +202,10 @@ class SlurmSim(Agenda):
             self._last_priority = job.priority
         self._rounds.submitted()
 
-    def _priority(self, given: int) -> int:
+    def _priority(self, recorded: int) -> int:
         """As recorded; where that is unknown, as under priority/basic: who comes first is first."""
-        if given:
-            return given
+        if recorded:
+            return recorded
         return FIRST_PRIORITY - self._serial if self._last_priority is None else self._last_priority
 
 

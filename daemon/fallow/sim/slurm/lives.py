@@ -70,19 +70,19 @@ class Lives:
         self.jobs[job.job_id] = job
         insort(self.pending, job, key=_key)
 
-    def try_to_start(self, job: Job, allowed: int) -> bool:
+    def try_to_start(self, job: Job, candidates: int) -> bool:
         """Start a pending job on some of these nodes, or have those ended that are in its way: it starts later then.
 
         Who that is does not follow from where it was planned: `_start_job` of backfill.c gives `select_nodes` all that
         is available.
         """
-        nodes = self.cluster.fitting(job, allowed)
+        nodes = self.cluster.fitting(job, candidates)
         if nodes:
             self.start(job, nodes)
         elif job.partition.may_preempt and self.now >= job.again_at:
-            going = victims(self.cluster, job, allowed)
-            if going:
-                self._preempt(job, going)
+            preempted_jobs = victims(self.cluster, job, candidates)
+            if preempted_jobs:
+                self._preempt(job, preempted_jobs)
         return bool(nodes)
 
     def start(self, job: Job, mask: int) -> None:
@@ -104,12 +104,12 @@ class Lives:
         self.note_held(job, False)
         job.planned, job.planned_at = 0, None
 
-    def _await_end(self, job: Job, then: Callable[[Job], None]) -> None:
+    def _await_end(self, job: Job, at_limit: Callable[[Job], None]) -> None:
         """It ends by itself, or something is done about it when its limit is noticed."""
-        own_at, limit_at = job.start_at + job.runs_s, next_beat(job.end_at, SWEEP_S, self._sweep_phase_s)
-        what = partial(self._gone, job, "COMPLETED") if own_at <= limit_at else partial(then, job)
-        if min(own_at, limit_at) < inf:
-            self.agenda.at(min(own_at, limit_at), END, what, job)
+        finish_at, limit_at = job.start_at + job.runs_s, next_beat(job.end_at, SWEEP_S, self._sweep_phase_s)
+        action = partial(self._gone, job, "COMPLETED") if finish_at <= limit_at else partial(at_limit, job)
+        if min(finish_at, limit_at) < inf:
+            self.agenda.at(min(finish_at, limit_at), END, action, job)
 
     # -- waiting for us ---------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Lives:
             self.cluster.free(job)
             self._forget(job)
 
-    def _preempt(self, by: Job, victims: Sequence[Job]) -> None:
+    def _preempt(self, preemptor: Job, victims: Sequence[Job]) -> None:
         """These make room for that one, or it waits for those that do so for another before it tries again."""
         for job in victims:
             if job.preempt_at is not None:
@@ -174,8 +174,8 @@ class Lives:
             self._warn(job, GRACE_NOTICE_S)
             self._await_end(job, self._kill_preempted)
         # Until then that should be over. Nothing else need have changed: a pass must come by itself.
-        by.again_at = self.now + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
-        self.agenda.at(by.again_at, PASS, self.changed, by)
+        preemptor.again_at = self.now + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
+        self.agenda.at(preemptor.again_at, PASS, self.changed, preemptor)
 
     def _kill_preempted(self, job: Job) -> None:
         if job.preempt_at == self.now:

@@ -39,7 +39,7 @@ class Owners:
         self._lives, self._scheduler, self._agenda = lives, lives.scheduler, lives.agenda
         self._is_known = plans == "known"
         self._changes = changes
-        self._taken = [sum(1 << place for place in taken) for _, _, taken in changes]
+        self._taken = [sum(1 << place for place in claimed_places) for _, _, claimed_places in changes]
         "nodes that each change takes"
         self._next = 0
         self._jobs: dict[int, Job] = {}
@@ -76,12 +76,12 @@ class Owners:
         They wait for their time, not for nodes: why they do not start now the trace does not say, and what waits for
         nodes and could start on an idle one would have to be let in first.
         """
-        found: list[JobInfo] = []
+        jobs: list[JobInfo] = []
         holes = self._cluster.idle
         for at, nodes in self._plans():
-            here = holes & nodes
-            holes &= ~here
-            if here:
+            claimed_nodes = holes & nodes
+            holes &= ~claimed_nodes
+            if claimed_nodes:
                 job = JobInfo(
                     job_id=f"{at:.0f}",
                     name="job",
@@ -89,15 +89,15 @@ class Owners:
                     state="PENDING",
                     partition=self._partition.name,
                     reason="BeginTime",
-                    num_nodes=here.bit_count(),
-                    planned_nodes=self._cluster.names_of(here),
+                    num_nodes=claimed_nodes.bit_count(),
+                    planned_nodes=self._cluster.names_of(claimed_nodes),
                     start_at=at,
                     eligible_at=at,
                     priority=FIRST_PRIORITY,
                     exclusive=True,
                 )
-                found.append(job)
-        return found
+                jobs.append(job)
+        return jobs
 
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -106,11 +106,11 @@ class Owners:
             self._agenda.at(self._changes[self._next][0], NODE, self._change)
 
     def _change(self) -> None:
-        _, joined, taken = self._changes[self._next]
+        _, freed_places, claimed_places = self._changes[self._next]
         self._next += 1
-        for place in taken:
+        for place in claimed_places:
             self._come(place)
-        for place in joined:
+        for place in freed_places:
             self._cluster.awaited &= ~(1 << place)
             self._lives.vanish(self._jobs.pop(place))
         self._lives.changed()

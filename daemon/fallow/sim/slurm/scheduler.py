@@ -95,16 +95,16 @@ class Rounds:
                     failed.add(partition.name)
                     avail &= ~partition.mask
 
-    def _try(self, job: Job, here: int) -> str:
+    def _try(self, job: Job, candidates: int) -> str:
         """Start a job on some of these nodes, or have others preempted for it. Returns why it waits; empty: no more."""
-        if here.bit_count() < job.nodes:
+        if candidates.bit_count() < job.nodes:
             return NO_NODES
-        here &= ~job.excluded
-        if self._lives.try_to_start(job, here):
+        candidates &= ~job.excluded
+        if self._lives.try_to_start(job, candidates):
             return ""
         if not job.ours:
-            self._lives.note_held(job, self._cluster.is_held_by_us(job, here))
-        return "ReqNodeNotAvail, May be reserved for other job" if job.required & ~here else RESOURCES
+            self._lives.note_held(job, self._cluster.is_held_by_us(job, candidates))
+        return "ReqNodeNotAvail, May be reserved for other job" if job.required & ~candidates else RESOURCES
 
     # -- backfill ---------------------------------------------------------------------------------------------------
 

@@ -42,16 +42,16 @@ class Space:
     def over(self, nodes: int, start: float, end: float) -> tuple[int, float | None]:
         """Those of `nodes` that are free from start to end, and when more of them might be (None: never)."""
         begins, avail = self._begins, self._avail
-        found, later = nodes, None
+        free, later = nodes, None
         last = len(begins) - 1
         for place in range(max(bisect_right(begins, start) - 1, 0), last + 1):
-            if later is None and place < last and nodes & avail[place + 1] & ~(found & avail[place]):
+            if later is None and place < last and nodes & avail[place + 1] & ~(free & avail[place]):
                 later = begins[place + 1]
             # A slot that begins as the job must end counts.
             if begins[place] > end:
                 break
-            found &= avail[place]
-        return found, later
+            free &= avail[place]
+        return free, later
 
     def overlaps(self, nodes: int, start: float, end: float) -> bool:
         """Has somebody set aside one of them in that time?"""
@@ -102,8 +102,8 @@ class Timeline:
             mask |= changes[at]
             self._nodes.append(mask)
 
-    def earliest(self, job: Job, allowed: int, start: float, until: float) -> tuple[float, int] | None:
-        """When from `start` on the job finds its nodes among `allowed`, and these.
+    def earliest(self, job: Job, candidates: int, start: float, until: float) -> tuple[float, int] | None:
+        """When from `start` on the job finds its nodes among `candidates`, and these.
 
         Slurm takes jobs away in groups that end close to each other, at first half a minute, then twice as far each
         time; of the nodes that a group leaves it takes the first ones, not those that are left first
@@ -114,17 +114,17 @@ class Timeline:
         """
         times, nodes = self._times, self._nodes
         place, end = bisect_right(times, start), bisect_right(times, min(until, LAST_S))
-        free = nodes[place - 1] & allowed if place else 0
+        free = nodes[place - 1] & candidates if place else 0
         if is_enough(job, free):
             return start, pick(job, free)
-        while place < end and not nodes[place] & allowed & ~free:
+        while place < end and not nodes[place] & candidates & ~free:
             place += 1
         if place >= end:
             return None
         first, window_s = times[place] // WINDOW_S * WINDOW_S + WINDOW_S, WINDOW_S
         while place < end:
             place = min(max(place + 1, bisect_right(times, first + window_s)), end)
-            free = nodes[place - 1] & allowed
+            free = nodes[place - 1] & candidates
             if is_enough(job, free):
                 chosen = pick(job, free)
                 return times[bisect_left(nodes, True, key=lambda some: not chosen & ~some)], chosen
@@ -143,10 +143,10 @@ class Timeline:
         for place in places(self._cluster.everything):
             jobs = [job for job in self._cluster.jobs[place] if not job.is_preemptable_by(self._gone_tier)]
             size = self._cluster.slots[place]
-            wanted = size if self._job.whole else max(1, self._job.slots)
+            slots_needed = size if self._job.whole else max(1, self._job.slots)
             free = size - sum(size if job.whole else job.slots for job in jobs)
             for at, job in [(0.0, None), *sorted(((self._end(job), job) for job in jobs), key=lambda item: item[0])]:
                 free += 0 if job is None else size if job.whole else job.slots
-                if free >= wanted:
+                if free >= slots_needed:
                     yield at, 1 << place
                     break

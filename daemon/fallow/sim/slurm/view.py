@@ -38,8 +38,8 @@ class View:
         cluster, node = self._cluster, self._site.nodes[place]
         running = [job for job in cluster.jobs[place] if job.state == "RUNNING"]
         slots = cluster.slots[place]
-        used = sum(slots if job.whole else job.slots for job in running)
-        cpus, gpus = max(node.cpus, slots), used if node.gpus else 0
+        slots_used = sum(slots if job.whole else job.slots for job in running)
+        cpus, gpus = max(node.cpus, slots), slots_used if node.gpus else 0
         flags = []
         if cluster.drained >> place & 1:
             flags.append("DRAIN")
@@ -49,12 +49,12 @@ class View:
             flags.append("PLANNED")
         return NodeInfo(
             node=node.node,
-            state="ALLOCATED" if used >= slots else "MIXED" if running else "IDLE",
+            state="ALLOCATED" if slots_used >= slots else "MIXED" if running else "IDLE",
             flags=flags,
             partitions=[partition.name for partition in cluster.of_node[place]],
             arch="x86_64",
             cpus=cpus,
-            cpus_used=cpus * used // slots,
+            cpus_used=cpus * slots_used // slots,
             gpus=node.gpus,
             gpus_used=gpus,
             gpu_types={"": node.gpus} if node.gpus else {},
@@ -62,11 +62,11 @@ class View:
         )
 
     def _job(self, job: Job) -> JobInfo:
-        cluster, waits = self._cluster, job.state == "PENDING"
-        limit_s = job.limit_s if waits else job.granted_s
-        end_at = None if waits or job.end_at == inf else job.end_at
-        among = job.mask or job.partition.mask
-        place = (among & -among).bit_length() - 1
+        cluster, is_pending = self._cluster, job.state == "PENDING"
+        limit_s = job.limit_s if is_pending else job.granted_s
+        end_at = None if is_pending or job.end_at == inf else job.end_at
+        nodes = job.mask or job.partition.mask
+        place = (nodes & -nodes).bit_length() - 1
         return JobInfo(
             job_id=job.job_id,
             name=job.name,
@@ -78,7 +78,7 @@ class View:
             num_nodes=job.nodes,
             planned_nodes=cluster.names_of(job.planned),
             submit_at=job.submit_at,
-            start_at=job.planned_at if waits else job.start_at,
+            start_at=job.planned_at if is_pending else job.start_at,
             end_at=end_at,
             time_limit_s=None if limit_s == inf else limit_s,
             preempt_at=job.preempt_at,

@@ -41,8 +41,8 @@ class Tally:
         self._bad[reason] += 1
         self._wrong += 1
         if len(self._examples) < MOST_EXAMPLES:
-            shown = f" ({value[:_SHOWN]!r})" if value else ""
-            self._examples.append(f"line {line}: {reason}{shown}")
+            excerpt = f" ({value[:_SHOWN]!r})" if value else ""
+            self._examples.append(f"line {line}: {reason}{excerpt}")
 
     def left_out(self, reason: str) -> None:
         """A good line of which nothing is needed."""
@@ -70,12 +70,12 @@ class Tally:
         first = f"; the first: {self._examples[0]}" if self._examples else ""
         if 2 * self._wrong > self.read:
             raise self.refuse(f"{self._wrong} of {self.read} lines are bad{first}")
-        used = self.read - self._bad.total()
-        if not used:
+        good_lines = self.read - self._bad.total()
+        if not good_lines:
             raise self.refuse(f"none of its {self.read} lines can be used{first}")
         return TraceRead(
             name=self._path.name,
-            jobs=used,
+            jobs=good_lines,
             bad_lines=dict(sorted(self._bad.items())),
             examples=list(self._examples),
             assumed=[what if times == 1 else f"{what} ({times} times)" for what, times in self._assumed.items()],
@@ -136,11 +136,11 @@ def numbers(
     """
     for number, row in table(path, (*words, *columns), tally):
         try:
-            found = [float(row[name]) for name in columns]
+            values = [float(row[name]) for name in columns]
         except ValueError as error:
             tally.bad(number, "not a number", str(error))
             continue
-        if all(map(isfinite, found)):
-            yield number, row, found
+        if all(map(isfinite, values)):
+            yield number, row, values
         else:
             tally.bad(number, "not a number")

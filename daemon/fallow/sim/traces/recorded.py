@@ -76,12 +76,12 @@ def recording(
     longest = {p.partition: p.max_time_s for p in site.partitions}
     highest = max((record.priority for record in records), default=0)
     jobs: list[SimJob] = []
-    seen: Counter[str] = Counter()
+    id_counts: Counter[str] = Counter()
     for record in records:
         # A job that was requeued has several records, and logs that were put together have numbers twice.
-        times = seen[record.job_id]
-        seen[record.job_id] += 1
-        job_id = f"{record.job_id}.{times}" if times else record.job_id
+        earlier_records = id_counts[record.job_id]
+        id_counts[record.job_id] += 1
+        job_id = f"{record.job_id}.{earlier_records}" if earlier_records else record.job_id
         runs_s, limit_s = min(record.runs_s, max(last - record.start_at, 60.0)), record.limit_s
         if record.start_at + runs_s <= begin or record.submit_at >= end:
             continue
@@ -89,14 +89,14 @@ def recording(
             tally.assume("a time limit was drawn")
             allowed_s = longest.get(record.partition)
             limit_s = drawn_limit_s(window.seed, job_id, runs_s, allowed_s or max(UNLIMITED_S, runs_s))
-        gone_s = max(0.0, begin - record.start_at)
+        elapsed_s = max(0.0, begin - record.start_at)
         job = replace(
             record,
             job_id=job_id,
             submit_at=max(record.submit_at, begin),
-            runs_s=runs_s - gone_s,
-            limit_s=max(limit_s - gone_s, 60.0),
-            priority=highest + 1 if gone_s and highest else record.priority,
+            runs_s=runs_s - elapsed_s,
+            limit_s=max(limit_s - elapsed_s, 60.0),
+            priority=highest + 1 if elapsed_s and highest else record.priority,
         )
         jobs.append(job)
     jobs.sort(key=lambda job: (job.submit_at, job.start_at > begin))
@@ -118,13 +118,13 @@ def drawn_limit_s(seed: int, job_id: str, runs_s: float, longest_s: float) -> fl
 
 def _with_room(site: Site, jobs: Iterable[SimJob]) -> Site:
     """Jobs over a partition's MaxTime were let in by somebody; in the simulation they would wait for ever."""
-    wanted: dict[str, float] = {}
+    longest_limits: dict[str, float] = {}
     for job in jobs:
-        wanted[job.partition] = max(wanted.get(job.partition, 0.0), job.limit_s)
+        longest_limits[job.partition] = max(longest_limits.get(job.partition, 0.0), job.limit_s)
     partitions = tuple(
         p
-        if p.max_time_s is None or wanted.get(p.partition, 0.0) <= p.max_time_s
-        else replace(p, max_time_s=math.ceil(wanted[p.partition] / 60) * 60.0)
+        if p.max_time_s is None or longest_limits.get(p.partition, 0.0) <= p.max_time_s
+        else replace(p, max_time_s=math.ceil(longest_limits[p.partition] / 60) * 60.0)
         for p in site.partitions
     )
     return replace(site, partitions=partitions)

@@ -82,8 +82,8 @@ def _row(number: int, row: Row, tally: Tally) -> Used | None:
     never_ran = state in _NEVER or (start is not None and end == start)
     if start is None:
         never_ran = never_ran or state.startswith(("CANCELLED", "FAILED", "DEADLINE", "NODE_FAIL"))
-    listed, partition = row["NodeList"], row["Partition"].split(",")[0].strip()
-    nodelist = tuple(parse.nodes("" if listed.startswith("None") else listed))
+    node_list, partition = row["NodeList"], row["Partition"].split(",")[0].strip()
+    nodelist = tuple(parse.nodes("" if node_list.startswith("None") else node_list))
     if not re.match(r"\d", job_id):
         tally.bad(number, "no job id", job_id)
     elif "." in job_id:
@@ -99,7 +99,7 @@ def _row(number: int, row: Row, tally: Tally) -> Used | None:
     elif end is not None and end < start:
         tally.bad(number, "it ends before it starts", f"{times['Start']}|{times['End']}")
     elif not nodelist or len(nodelist) != parse.count(row["NNodes"]):
-        tally.bad(number, "NNodes is not how many NodeList names", f"{row['NNodes']}|{listed}")
+        tally.bad(number, "NNodes is not how many NodeList names", f"{row['NNodes']}|{node_list}")
     elif not partition:
         tally.bad(number, "no partition")
     else:
@@ -123,9 +123,9 @@ def _row(number: int, row: Row, tally: Tally) -> Used | None:
 
 def _tres(text: str, name: str) -> int:
     """A number in `billing=8,cpu=8,gres/gpu=2,gres/gpu:a100=2,mem=64G,node=1`."""
-    found = re.search(rf"(?:^|,){name}=(\d+)", text)
-    if found:
-        return int(found[1])
+    match = re.search(rf"(?:^|,){name}=(\d+)", text)
+    if match:
+        return int(match[1])
     return sum(int(each) for each in re.findall(rf"(?:^|,){name}:[^=,]+=(\d+)", text))
 
 
@@ -135,7 +135,7 @@ def _tres(text: str, name: str) -> int:
 def _within(site: Site, rows: list[Used], tally: Tally) -> list[Used]:
     """Those that can run on the site that was given."""
     sizes = {p.partition: len(p.nodes) for p in site.partitions}
-    kept: list[Used] = []
+    rows_on_site: list[Used] = []
     for row in rows:
         job, _, _ = row
         if job.partition not in sizes:
@@ -143,10 +143,10 @@ def _within(site: Site, rows: list[Used], tally: Tally) -> list[Used]:
         elif job.nodes > sizes[job.partition]:
             tally.left_out("it has more nodes than its partition")
         else:
-            kept.append(row)
-    if not kept:
+            rows_on_site.append(row)
+    if not rows_on_site:
         raise tally.refuse(f"none of its partitions is among those of the site ({', '.join(sorted(sizes))})")
-    return kept
+    return rows_on_site
 
 
 def _inferred(path: Path, rows: list[Used], window: Window, tally: Tally) -> Site:
@@ -173,10 +173,14 @@ def _sized(rows: list[Used], site: Site) -> list[SimJob]:
     nodes = {node.node: node for node in site.nodes}
     slots = {p.partition: max(nodes[n].gpus or nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
     cpus = {p.partition: max(nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
-    found: list[SimJob] = []
+    jobs: list[SimJob] = []
     for job, job_gpus, job_cpus in rows:
-        most = slots[job.partition]
-        wanted = max(-(-job_gpus // job.nodes), math.ceil(job_cpus / job.nodes * most / cpus[job.partition]))
-        whole = wanted >= most or not (job_gpus or job_cpus)
-        found.append(replace(job, gpus_per_node=most if whole else max(1, wanted), exclusive=whole))
-    return found
+        slots_per_node = slots[job.partition]
+        slots_wanted = max(
+            -(-job_gpus // job.nodes), math.ceil(job_cpus / job.nodes * slots_per_node / cpus[job.partition])
+        )
+        is_exclusive = slots_wanted >= slots_per_node or not (job_gpus or job_cpus)
+        jobs.append(
+            replace(job, gpus_per_node=slots_per_node if is_exclusive else max(1, slots_wanted), exclusive=is_exclusive)
+        )
+    return jobs

@@ -128,23 +128,23 @@ def _possible(records: Iterable[SimJob], tally: Tally) -> list[SimJob]:
     In some minutes more ran than there is, by short jobs mostly: ended ones, of whose time only the minute is known.
     Played from their recorded starts they would wait, and those behind them, and nothing would be as it was recorded.
     """
-    found: list[SimJob] = []
+    feasible_jobs: list[SimJob] = []
     ends: list[tuple[float, int, SimJob]] = []
-    used = {queue: {True: 0, False: 0} for queue in HELIOS_NODES}
+    gpus_in_use = {queue: {True: 0, False: 0} for queue in HELIOS_NODES}
     "queue -> GPUs of jobs that have their nodes alone, and of the others"
     for number, record in enumerate(sorted(records, key=lambda record: record.start_at)):
         while ends and ends[0][0] <= record.start_at:
-            gone = heappop(ends)[2]
-            used[gone.partition][gone.exclusive] -= gone.nodes * gone.gpus_per_node
-        gpus, wanted = used[record.partition], record.nodes * record.gpus_per_node
-        gpus[record.exclusive] += wanted
+            ended_job = heappop(ends)[2]
+            gpus_in_use[ended_job.partition][ended_job.exclusive] -= ended_job.nodes * ended_job.gpus_per_node
+        gpus, job_gpus = gpus_in_use[record.partition], record.nodes * record.gpus_per_node
+        gpus[record.exclusive] += job_gpus
         if sum(math.ceil(each / HELIOS_GPUS) for each in gpus.values()) > HELIOS_NODES[record.partition]:
-            gpus[record.exclusive] -= wanted
+            gpus[record.exclusive] -= job_gpus
             tally.left_out(DOES_NOT_FIT)
         else:
             heappush(ends, (record.start_at + record.runs_s, number, record))
-            found.append(record)
-    return found
+            feasible_jobs.append(record)
+    return feasible_jobs
 
 
 def read_philly(path: Path, window: Window) -> Recording:
@@ -165,11 +165,11 @@ def read_philly(path: Path, window: Window) -> Recording:
         counts.append((at, max(0, int(min(total, PHILLY_NODES) - active))))
     tally.assume("not a Slurm cluster: idle nodes are offered as if it were")
     tally.assume("the node that became idle last is taken first")
-    found = tally.result()
+    summary = tally.result()
     begin, end = window.of(counts[0][0], counts[-1][0])
     names = [f"n{number:03d}" for number in range(1, PHILLY_NODES + 1)]
     site = made_up("philly", {"philly": names}, PHILLY_GPUS, window)
-    return Recording(site=site, begin=begin, end=end, read=found, changes=list(_stacked(counts, begin, end)))
+    return Recording(site=site, begin=begin, end=end, read=summary, changes=list(_stacked(counts, begin, end)))
 
 
 def _stacked(counts: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[Change]:
@@ -195,7 +195,7 @@ def read_summit(path: Path, window: Window) -> Recording:
         else:
             tally.bad(number, "it ends before it begins, or has no nodes")
     tally.assume("holes are drawn from percentiles of the source; how they go together is a model")
-    found = tally.result()
+    summary = tally.result()
     steps: Counter[float] = Counter()
     for begin, end, number in holes:
         steps[begin] += number
@@ -206,21 +206,21 @@ def read_summit(path: Path, window: Window) -> Recording:
     begin, end = replace(window, days=days).of(FIRST_AT, max(end for _, end, _ in holes))
     names = [f"n{number:04d}" for number in range(1, SUMMIT_NODES + 1)]
     site = made_up("summit", {"batch": names}, SUMMIT_GPUS, window)
-    return Recording(site=site, begin=begin, end=end, read=found, changes=list(_in_turn(holes, begin, end)))
+    return Recording(site=site, begin=begin, end=end, read=summary, changes=list(_in_turn(holes, begin, end)))
 
 
 def _in_turn(holes: Sequence[Hole], first: float, last: float) -> Iterator[Change]:
-    joining: dict[float, list[tuple[float, int]]] = {first: []}
+    begins: dict[float, list[tuple[float, int]]] = {first: []}
     for begin, end, nodes in holes:
         if begin < last and end > first:
-            joining.setdefault(max(begin, first), []).append((end, nodes))
-    times = set(joining) | {end for some in joining.values() for end, _ in some}
-    busy, leaving = deque(range(SUMMIT_NODES)), dict[float, list[int]]()
+            begins.setdefault(max(begin, first), []).append((end, nodes))
+    times = set(begins) | {end for some in begins.values() for end, _ in some}
+    busy, ends = deque(range(SUMMIT_NODES)), dict[float, list[int]]()
     for at in sorted(at for at in times if at < last):
-        busy.extend(left := leaving.pop(at, []))
-        joined: list[int] = []
-        for end, number in joining.get(at, ()):
+        busy.extend(ended_nodes := ends.pop(at, []))
+        idle_nodes: list[int] = []
+        for end, number in begins.get(at, ()):
             chosen = [busy.popleft() for _ in range(number)]
-            joined += chosen
-            leaving.setdefault(end, []).extend(chosen)
-        yield at, tuple(sorted(joined)), tuple(sorted(left))
+            idle_nodes += chosen
+            ends.setdefault(end, []).extend(chosen)
+        yield at, tuple(sorted(idle_nodes)), tuple(sorted(ended_nodes))

@@ -88,23 +88,25 @@ def from_folder(folder: Path) -> Site:
     nodes, _, _ = parse.cluster(texts["nodes"])
     _, partitions, _ = parse.cluster(texts["partitions"])
     config, _ = parse.config(texts["config"])
-    for name, found in (("nodes", nodes), ("partitions", partitions), ("config", config.slurm_version)):
-        if not found:
+    for name, content in (("nodes", nodes), ("partitions", partitions), ("config", config.slurm_version)):
+        if not content:
             raise FallowError(
                 f"{folder / name}.txt: nothing in it can be used; it must be the output of "
                 f"`scontrol -o {SITE_FILES[name]}`",
                 Exit.DATA,
             )
-    known = {node.node for node in nodes}
-    kept = [replace(p, nodes=[node for node in p.nodes if node in known]) for p in partitions]
-    used = {node for partition in kept for node in partition.nodes}
+    node_names = {node.node for node in nodes}
+    kept_partitions = [replace(p, nodes=[node for node in p.nodes if node in node_names]) for p in partitions]
+    nodes_in_partitions = {node for partition in kept_partitions for node in partition.nodes}
     version = slurm_release(config.slurm_version)
     return Site(
         name=config.cluster or folder.name,
         nodes=tuple(
-            SimNode(node=node.node, gpus=node.gpus, cpus=max(1, node.cpus)) for node in nodes if node.node in used
+            SimNode(node=node.node, gpus=node.gpus, cpus=max(1, node.cpus))
+            for node in nodes
+            if node.node in nodes_in_partitions
         ),
-        partitions=tuple(p for p in kept if p.nodes),
+        partitions=tuple(p for p in kept_partitions if p.nodes),
         scheduler=Scheduler.of(
             config.scheduler_parameters,
             kill_wait_s=config.kill_wait_s,

@@ -34,27 +34,29 @@ def read(path: Path, window: Window) -> Recording:
         if line.startswith(";"):
             key, _, value = line.lstrip("; \t").partition(":")
             header.setdefault(key.strip(), value.strip())
-            if key.strip() == "Partition" and (found := re.match(r"\s*(\d+)\s+(\S+)", value)):
-                partitions[int(found[1])] = found[2]
+            if key.strip() == "Partition" and (match := re.match(r"\s*(\d+)\s+(\S+)", value)):
+                partitions[int(match[1])] = match[2]
         elif line.strip():
             tally.read += 1
             if (row := _row(number, line.split(), _header_number(header, "MaxProcs"), tally)) is not None:
                 rows.append(row)
     tally.result()
-    each, nodes = _size(header, rows, tally)
+    processors_per_node, nodes = _size(header, rows, tally)
     begin = _header_number(header, "UnixStartTime")
     if begin is None:
         tally.assume("the log begins in 1970: its header has no UnixStartTime")
-    named = {int(row[_PARTITION]) for row in rows}
-    names = {number: partitions.get(number, f"p{number}" if number >= 0 else "batch") for number in sorted(named)}
-    records = [_record(row, begin or 0.0, names, each, nodes) for row in rows]
-    if each > 1:
-        tally.assume(f"a node has {each} processors, which jobs share as they would GPUs")
+    partition_numbers = {int(row[_PARTITION]) for row in rows}
+    names = {
+        number: partitions.get(number, f"p{number}" if number >= 0 else "batch") for number in sorted(partition_numbers)
+    }
+    records = [_record(row, begin or 0.0, names, processors_per_node, nodes) for row in rows]
+    if processors_per_node > 1:
+        tally.assume(f"a node has {processors_per_node} processors, which jobs share as they would GPUs")
     if len(names) > 1:
         tally.assume("all partitions have all nodes")
     hosts = [f"n{number:05d}" for number in range(1, nodes + 1)]
     groups = dict.fromkeys(names.values(), hosts)
-    site = made_up(path.name.partition(".")[0], groups, each, window, max_days(records))
+    site = made_up(path.name.partition(".")[0], groups, processors_per_node, window, max_days(records))
     first = min(record.submit_at for record in records)
     last = max(record.start_at + record.runs_s for record in records)
     return recording(site, records, first, last, window, tally)
@@ -100,26 +102,26 @@ def _size(header: dict[str, str], rows: list[list[float]], tally: Tally) -> tupl
         tally.assume(f"{nodes:g} nodes of one processor: the header has no MaxNodes")
         tally.check_size(nodes)
         return 1, int(nodes)
-    each = max(1, round((processors or nodes) / nodes))
-    if widest > each * nodes:
-        nodes = math.ceil(widest / each)
+    processors_per_node = max(1, round((processors or nodes) / nodes))
+    if widest > processors_per_node * nodes:
+        nodes = math.ceil(widest / processors_per_node)
         tally.assume(f"{nodes:g} nodes: the widest job needs more than the header says")
     tally.check_size(nodes)
-    return each, int(nodes)
+    return processors_per_node, int(nodes)
 
 
 def _header_number(header: dict[str, str], key: str) -> float | None:
-    found = re.match(r"\d+", header.get(key, ""))
-    return float(found[0]) if found else None
+    match = re.match(r"\d+", header.get(key, ""))
+    return float(match[0]) if match else None
 
 
 def _processors(row: list[float]) -> float:
     return row[_PROCESSORS] if row[_PROCESSORS] > 0 else row[_ASKED_PROCESSORS]
 
 
-def _record(row: list[float], begin: float, names: dict[int, str], each: int, nodes: int) -> SimJob:
+def _record(row: list[float], begin: float, names: dict[int, str], processors_per_node: int, nodes: int) -> SimJob:
     submit = begin + row[_SUBMIT]
-    wanted = int(_processors(row))
+    processors = int(_processors(row))
     return SimJob(
         job_id=f"{row[_ID]:.0f}",
         user=f"u{row[_USER]:.0f}",
@@ -128,7 +130,7 @@ def _record(row: list[float], begin: float, names: dict[int, str], each: int, no
         runs_s=row[_RUN],
         limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else math.inf,
         partition=names[int(row[_PARTITION])],
-        nodes=min(nodes, math.ceil(wanted / each)),
-        gpus_per_node=min(wanted, each),
-        exclusive=wanted >= each,
+        nodes=min(nodes, math.ceil(processors / processors_per_node)),
+        gpus_per_node=min(processors, processors_per_node),
+        exclusive=processors >= processors_per_node,
     )
