@@ -8,8 +8,8 @@ included. With a large model on few processors that step is most of the figure, 
 
 from collections.abc import Iterator, Sequence
 
-from bench.rows import Row, Settings, at, named, ours, progress, worlds
-from bench.session import Finished, train, usual_gap
+from bench.rows import Row, Settings, progress, quantile_of, summarize, world_text, worlds
+from bench.session import FinishedStep, train, usual_gap
 from bench.workload import sums_on
 from fallow.core.submission.schedule import Action
 from fallow.model import ChangeKind, GenerationReport
@@ -31,17 +31,17 @@ def run_pause(settings: Settings) -> Iterator[Row]:
     """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
     changes, device = settings.n or CHANGES, settings.device
     for params, members in worlds(settings):
-        progress(f"pause: {named(params, members)}")
+        progress(f"pause: {world_text(params, members)}")
         options = {"steps": FIRST_STEP + 6 * changes + 10, "shards": members + 1, "device": device}
-        training = train(params, members, in_turn(members, changes, CHANGE_STEPS, "-m"), **options)
+        training = train(params, members, alternate_changes(members, changes, CHANGE_STEPS, "-m"), **options)
         for name, kinds in KINDS.items():
             measured = [each for each in training.report.generations if each.kind in kinds and each.pause_s is not None]
             if measured:
-                figure, note = ours([each.pause_s or 0.0 for each in measured]), sums_on(device, training.workers)
+                figure, note = summarize([each.pause_s or 0.0 for each in measured]), sums_on(device, training.workers)
                 yield Row(name=name, members=members, params=params, ours=figure, note=note + parts_of(measured))
 
 
-def in_turn(members: int, changes: int, gap: int, leave: str) -> str:
+def alternate_changes(members: int, changes: int, gap: int, leave: str) -> str:
     """A schedule: one comes, one goes, the youngest and the oldest in turn.
 
     Args:
@@ -65,11 +65,13 @@ def parts_of(changes: Sequence[GenerationReport]) -> str:
     """The parts of the pauses, and what was sent in them, for a note."""
     pause_parts = {part: [getattr(change.parts, part) for change in changes] for part in PARTS}
     pause_parts["all but drain"] = [(change.pause_s or 0.0) - change.parts.drain for change in changes]
-    words = [f"{part} {at(values, 0.5):.3f}/{at(values, 0.95):.3f}" for part, values in pause_parts.items()]
+    words = [
+        f"{part} {quantile_of(values, 0.5):.3f}/{quantile_of(values, 0.95):.3f}" for part, values in pause_parts.items()
+    ]
     received = [change for change in changes if change.bytes_in_pause]
     if received:
-        inside = at([change.bytes_in_pause / 1e6 for change in received], 0.5)
-        behind = at([change.bytes_behind / 1e6 for change in received], 0.5)
+        inside = quantile_of([change.bytes_in_pause / 1e6 for change in received], 0.5)
+        behind = quantile_of([change.bytes_behind / 1e6 for change in received], 0.5)
         words.append(f"{inside:.1f} MB in the pause and {behind:.1f} MB behind it")
     return "p50/p95: " + ", ".join(words)
 
@@ -78,18 +80,18 @@ def run_recovery(settings: Settings) -> Iterator[Row]:
     """One row per world and model."""
     kills, device = settings.n or KILLS, settings.device
     for params, members in worlds(settings):
-        progress(f"recovery: {named(params, members)}")
+        progress(f"recovery: {world_text(params, members)}")
         options = {"steps": FIRST_STEP + 4 * KILL_STEPS * kills, "shards": members, "device": device}
-        training = train(params, members, in_turn(members, 2 * kills, KILL_STEPS, "kill:"), **options)
-        killed = [began for item, began in training.happened if item.action is Action.KILL]
-        times = recoveries(training.finished, killed)
+        training = train(params, members, alternate_changes(members, 2 * kills, KILL_STEPS, "kill:"), **options)
+        killed = [began for item, began in training.schedule_starts if item.action is Action.KILL]
+        times = recoveries(training.steps, killed)
         note = f"{sums_on(device, training.workers)}steps done again: {training.report.steps_discarded} "
         note += f"in {len(killed)} kills"
-        note += f"; a step that nothing disturbs takes {usual_gap(training.finished):.3f} s"
-        yield Row(name="recovery", members=members, params=params, ours=ours(times), note=note)
+        note += f"; a step that nothing disturbs takes {usual_gap(training.steps):.3f} s"
+        yield Row(name="recovery", members=members, params=params, ours=summarize(times), note=note)
 
 
-def recoveries(log: Sequence[Finished], kills: Sequence[float]) -> list[float]:
+def recoveries(log: Sequence[FinishedStep], kills: Sequence[float]) -> list[float]:
     """Seconds from each kill until every survivor has finished a step of the next generation."""
     durations = []
     for killed_at in kills:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.rows import Row, Settings, ours, progress
+from bench.rows import Row, Settings, progress, summarize
 from bench.session import command
 from fallow.core.holes import is_idle
 from fallow.demo.holes import HoleWatch, waits_s
@@ -105,13 +105,13 @@ def rows(watch: HoleWatch, later: list[float], delayed: DelayReport) -> Iterator
     idle_s, trained_s = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
     if idle_s:
         usable = f"{trained_s:.0f} of {idle_s:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
-        yield Row(name="idle time trained", unit="of it", ours=ours([trained_s / idle_s]), note=usable)
+        yield Row(name="idle time trained", unit="of it", ours=summarize([trained_s / idle_s]), note=usable)
     if waits := waits_s(hole for hole in watch.holes if hole.left_by_others):
-        yield Row(name="hole to first step", ours=ours(waits), note=f"{len(watch.holes)} holes")
+        yield Row(name="hole to first step", ours=summarize(waits), note=f"{len(watch.holes)} holes")
     if later:
         most = f"at most {max(later):.0f} s later than without Fallow; the head counts {delayed.jobs} delayed, "
         most += f"p95 {delayed.p95_s:.1f} s, at most {delayed.max_s:.1f} s"
-        yield Row(name="others' jobs later", ours=ours(later), note=most)
+        yield Row(name="others' jobs later", ours=summarize(later), note=most)
 
 
 def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from bench.played_agents import Moment, Players
-from bench.rows import Row, Settings, ours, progress
+from bench.rows import Row, Settings, progress, summarize
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.local.headprocess import HeadProcess
@@ -33,7 +33,7 @@ from fallow.sim.published import CURVES, IN_PLACE
 from fallow.sim.simulate import play
 from fallow.sim.slurm.engine import SlurmSim
 from fallow.sim.traces.recorded import Window
-from fallow.sim.traces.sites import harvested, made_up
+from fallow.sim.traces.sites import harvested_partitions, synthetic_site
 from fallow.sim.types import Options, RunPlan, SimJob
 from fallow.testbed.load import make_jobs
 
@@ -47,7 +47,7 @@ SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 600.0), (10_000, 
 """(nodes, runs, virtual seconds that are played)."""
 
 PARTITIONS = 8
-USED = 0.7
+USED_SHARE = 0.7
 """Of the nodes, by others."""
 
 MEAN_S = 7200.0
@@ -64,7 +64,7 @@ def run(settings: Settings) -> Iterator[Row]:
     times = settings.n or TIMES
     progress(f"head: {NODES} nodes with {SLOTS} workers each, {times} are killed and started anew")
     for (name, unit), values in asyncio.run(measure(NODES, SLOTS, times)).items():
-        yield Row(name=name, members=NODES, unit=unit, ours=ours(values))
+        yield Row(name=name, members=NODES, unit=unit, ours=summarize(values))
 
 
 async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S) -> Figures:
@@ -96,14 +96,15 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
             for number in range(times):
                 node = players.nodes[number * nodes // times]
                 for name, act, least in (("kill", node.kill, nodes - 1), ("absorb", node.start, nodes)):
-                    before, loop_s, durable = max(players.told), _loop_s(head), _durable_bytes(head)
+                    before, loop_s, durable = max(players.switch_counts), _loop_s(head), _durable_bytes(head)
                     act()
-                    end = await _all_told(players, before, least)
-                    begin = node.changed or end
+                    end = await _wait_for_switch(players, before, least)
+                    begin = node.change_moment or end
                     figures = {("all told", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
                     figures["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
                     figures |= {
-                        (kind, "MB"): (size_bytes - begin.sent[kind]) / 1e6 for kind, size_bytes in end.sent.items()
+                        (kind, "MB"): (size_bytes - begin.sent_bytes[kind]) / 1e6
+                        for kind, size_bytes in end.sent_bytes.items()
                     }
                     for (what, unit), value in figures.items():
                         results.setdefault((f"{name}: {what}", unit), []).append(value)
@@ -132,10 +133,12 @@ async def _settle(control: ControlClient) -> None:
             await asyncio.sleep(0.5)
 
 
-async def _all_told(players: Players, before: int, least: int) -> Moment:
+async def _wait_for_switch(players: Players, before: int, least: int) -> Moment:
     """Wait until so many nodes have been told to switch to a generation after `before`; returns when that was."""
     end = time.monotonic() + PATIENCE_S
-    while not any(generation > before and node_count >= least for generation, node_count in players.told.items()):
+    while not any(
+        generation > before and node_count >= least for generation, node_count in players.switch_counts.items()
+    ):
         if time.monotonic() > end:
             raise FallowError(f"no generation reached {least} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
         await asyncio.sleep(LOOK_S)
@@ -165,12 +168,12 @@ def run_scale(settings: Settings) -> Iterator[Row]:
 def measure_size(nodes: int, runs: int, lasts_s: float, rest_s: float) -> list[Row]:
     """One size; heartbeats are counted for `rest_s`."""
     polls, note = decide(nodes, runs, lasts_s)
-    run_nodes = max(runs, round((1 - USED) * nodes))
+    run_nodes = max(runs, round((1 - USED_SHARE) * nodes))
     idle_figures = asyncio.run(measure(run_nodes, SLOTS, 0, runs=runs, rest_s=rest_s))
-    (memory,), cores = idle_figures["head's memory", "MB"], ours(idle_figures["head at rest", "cores"])
+    (memory,), cores = idle_figures["head's memory", "MB"], summarize(idle_figures["head at rest", "cores"])
     beats = f"heartbeats and ticks of {run_nodes} nodes with {SLOTS} workers each; {memory:.0f} MB resident"
     return [
-        Row(name="deciding after a poll", members=nodes, ours=ours(polls), note=f"{runs} runs; {note}"),
+        Row(name="deciding after a poll", members=nodes, ours=summarize(polls), note=f"{runs} runs; {note}"),
         Row(name="head at rest", members=run_nodes, unit="cores", ours=cores, note=beats),
     ]
 
@@ -192,12 +195,12 @@ class TimedHead(VirtualHead):
 def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
     """Play so long. Returns the seconds of each poll that was taken in, and what else was found, in words."""
     groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}
-    site = made_up("scale", groups, 8, Window())
-    most = max(2, math.ceil(2 * (1 - USED) * nodes / runs))
-    rates, within = [CURVES[name] for name in sorted(CURVES)], harvested(site)
+    site = synthetic_site("scale", groups, 8, Window())
+    most = max(2, math.ceil(2 * (1 - USED_SHARE) * nodes / runs))
+    rates, within = [CURVES[name] for name in sorted(CURVES)], harvested_partitions(site)
     limits: dict[str, Any] = {"min_nodes": 1, "max_nodes": most, "partitions": within}
     plans = [RunPlan(run=f"r{number}", rate=rates[number % len(rates)], **limits) for number in range(runs)]
-    virtual = TimedHead(SlurmSim(site, 0, 0.0, iter(others(groups, lasts_s))), plans, OPTIONS)
+    virtual = TimedHead(SlurmSim(site, 0, 0.0, iter(jobs_of_others(groups, lasts_s))), plans, OPTIONS)
     play(virtual, lasts_s)
     training = sum(virtual.runs.members(plan.run) for plan in plans)
     requests = virtual.meter.score().slurmctld_rpcs_per_min
@@ -205,11 +208,13 @@ def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
     return virtual.polls_s, f"{per_min}; {training} nodes train in the end"
 
 
-def others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
+def jobs_of_others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
     """Jobs that keep `USED` of each partition's nodes busy. Some came before the begin, and still run."""
     before_s, jobs = 8 * MEAN_S, list[SimJob]()
     for number, (group, names) in enumerate(groups.items()):
-        group_jobs = make_jobs(number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED, mean_s=MEAN_S)
+        group_jobs = make_jobs(
+            number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED_SHARE, mean_s=MEAN_S
+        )
         for job in group_jobs:
             at, end = max(0.0, job.at_s - before_s), job.at_s - before_s + job.runs_s
             if end > at + 1.0:

@@ -36,7 +36,7 @@ class Moment(NamedTuple):
 
     at: float
     "seconds of CLOCK_MONOTONIC"
-    sent: Counter[str]
+    sent_bytes: Counter[str]
     "kind of message -> bytes in both directions so far, before encryption"
 
 
@@ -52,8 +52,8 @@ class Players:
     def __init__(self, nodes: int, slots: int, key_files: Sequence[str]) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self.sent: Counter[str] = Counter()
-        self.told: Counter[int] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+        self.switch_counts: Counter[int] = Counter()
         "generation -> nodes that were told to switch to it"
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent)
         self._decoded: tuple[bytes, ToAgent] | None = None
@@ -66,7 +66,7 @@ class Players:
             asyncio.get_running_loop().call_later(number / nodes, node.beat)
 
     def now(self) -> Moment:
-        return Moment(time.monotonic(), self.sent.copy())
+        return Moment(time.monotonic(), self.sent_bytes.copy())
 
     def close(self) -> None:
         """End all nodes."""
@@ -113,14 +113,17 @@ class Node:
         """Workers start: the first, or others, as the head has wanted since those before have ended."""
         self._hello = replace(self._hello, boot=self._hello.boot + 1)
         self._alive, self._order = True, _NOTHING
-        self._said = Report(node=0, boot=self._hello.boot, seq=0, term=0, edition=0)
-        self.changed: Moment | None = None
+        self._last_report = Report(node=0, boot=self._hello.boot, seq=0, term=0, edition=0)
+        self.change_moment: Moment | None = None
         "when its workers were ready, or were killed"
 
     def kill(self) -> None:
         """The workers' processes are gone."""
-        self._alive, self.changed = False, self._players.now()
-        self._say(Ended(node=self._said.node, boot=self._hello.boot, code=None, signal=9, report=self._said), "reports")
+        self._alive, self.change_moment = False, self._players.now()
+        self._say(
+            Ended(node=self._last_report.node, boot=self._hello.boot, code=None, signal=9, report=self._last_report),
+            "reports",
+        )
         self._receive()
 
     def beat(self) -> None:
@@ -129,7 +132,7 @@ class Node:
             return
         if not self._alive:
             self._say(Beat(), "heartbeats")
-        elif not self._said.node:
+        elif not self._last_report.node:
             self._say(self._hello, "hellos")
         else:
             self._report("heartbeats")
@@ -147,22 +150,22 @@ class Node:
         match message:
             case Setup():
                 self._beat_s = message.beat_s
-            case Admitted() if self._alive and message.boot == self._hello.boot and not self._said.node:
-                self.changed = self._players.now()
+            case Admitted() if self._alive and message.boot == self._hello.boot and not self._last_report.node:
+                self.change_moment = self._players.now()
                 self._report(node=message.node)
-            case Order() if self._alive and message.node == self._said.node:
+            case Order() if self._alive and message.node == self._last_report.node:
                 if (message.term, message.edition) > (self._order.term, self._order.edition):
                     self._obey(message)
             case Gathered():
                 kind, plan = "gathers", self._order.plan
-                if plan is not None and plan.generation == message.generation > self._said.prepared:
+                if plan is not None and plan.generation == message.generation > self._last_report.prepared:
                     self._report(prepared=message.generation)
             case News():
                 kind = "heartbeats"
-        self._players.sent[kind] += len(data)
+        self._players.sent_bytes[kind] += len(data)
 
     def _obey(self, order: Order) -> None:
-        self._order, plan, report = order, order.plan, self._said
+        self._order, plan, report = order, order.plan, self._last_report
         given_up = max(report.given_up, order.broken)
         if plan is not None and plan.generation > report.prepared:
             given_up = max(given_up, plan.replaces if plan.interrupt else 0)
@@ -170,18 +173,20 @@ class Node:
         elif plan is not None and order.committed == plan.generation > report.generation:
             given_up, now = max(given_up, plan.replaces), plan.generation
             switch = Switch(generation=now, first_step=now, pause_s=0.1)
-            self._said = replace(report, generation=now, step=now, has_state=True, switch=switch)
-            self._players.told[now] += 1
+            self._last_report = replace(report, generation=now, step=now, has_state=True, switch=switch)
+            self._players.switch_counts[now] += 1
         self._report(given_up=given_up)
 
     def _report(self, kind: str = "reports", **changes: Any) -> None:
-        order, seq = self._order, self._said.seq + 1
+        order, seq = self._order, self._last_report.seq + 1
         ready = None if order.accepted else _CONTRACT
-        self._said = replace(self._said, seq=seq, term=order.term, edition=order.edition, ready=ready, **changes)
-        beat = Beat(report=self._said, brief=True)
+        self._last_report = replace(
+            self._last_report, seq=seq, term=order.term, edition=order.edition, ready=ready, **changes
+        )
+        beat = Beat(report=self._last_report, brief=True)
         self._say(replace(beat, progress=_PROGRESS, brief=False) if kind == "heartbeats" else beat, kind)
 
     def _say(self, message: Wire, kind: str) -> None:
         data = encode(message)
         self.socket.send(data, _NOBLOCK)
-        self._players.sent[kind] += len(data)
+        self._players.sent_bytes[kind] += len(data)

@@ -13,7 +13,7 @@ Settings = argparse.Namespace
 """What the user asked for: the options of `bench.__main__.parse`, where each has its help."""
 
 
-class Ours(msgspec.Struct, frozen=True, kw_only=True):
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """Our figure: median, 95th percentile (nearest rank) and number of measurements."""
 
     p50: float
@@ -35,7 +35,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     members: int | None = None
     params: int | None = None
     unit: str = "s"
-    ours: Ours
+    ours: Figure
     peer: Peer | None = None
     ratio: float | None = None
     "ours / peer for throughput, peer / ours for times: above 1 is better than the peer"
@@ -58,7 +58,7 @@ def worlds(settings: Settings) -> list[tuple[int, int]]:
     return list(product(settings.params, settings.members))
 
 
-def named(params: int, members: int) -> str:
+def world_text(params: int, members: int) -> str:
     """A world in words."""
     return f"{members} members, {params / 1e6:g} M parameters"
 
@@ -68,12 +68,12 @@ def progress(text: str) -> None:
     sys.stderr.write(f"bench: {text}\n")
 
 
-def ours(values: Sequence[float]) -> Ours:
+def summarize(values: Sequence[float]) -> Figure:
     """Median and p95 of measurements; at least one."""
-    return Ours(p50=at(values, 0.5), p95=at(values, 0.95), n=len(values))
+    return Figure(p50=quantile_of(values, 0.5), p95=quantile_of(values, 0.95), n=len(values))
 
 
-def at(values: Sequence[float], q: float) -> float:
+def quantile_of(values: Sequence[float], q: float) -> float:
     """A quantile of measurements; at least one."""
     value = quantile(values, q)
     assert value is not None

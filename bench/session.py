@@ -15,7 +15,7 @@ from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport
 
 
-class Finished(NamedTuple):
+class FinishedStep(NamedTuple):
     """One worker finished one optimizer step."""
 
     worker: str
@@ -26,13 +26,13 @@ class Finished(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class Training:
     """One finished training."""
 
     report: RunReport
-    happened: list[tuple[Item, float]]
+    schedule_starts: list[tuple[Item, float]]
     "items of the schedule, and when each began (seconds of CLOCK_MONOTONIC)"
-    finished: list[Finished]
+    steps: list[FinishedStep]
     "steps, as the training noted them"
     workers: int
     "that there were from the start to the end"
@@ -55,7 +55,7 @@ def command(params: int, log: Path, **options: object) -> list[str]:
     return argv
 
 
-def train(params: int, members: int, schedule: str = "", /, **options: object) -> Trained:
+def train(params: int, members: int, schedule: str = "", /, **options: object) -> Training:
     """Train with one worker a member, and wait for the end.
 
     Args:
@@ -80,27 +80,27 @@ def train(params: int, members: int, schedule: str = "", /, **options: object) -
         if not report.sound:
             text = f"{report.status}, {samples.lost} samples lost, {samples.duplicated} repeated; {report.message}"
             raise FallowError(f"the measured training is {text}", Exit.SOFTWARE)
-        return Trained(
+        return Training(
             report=report,
-            happened=driver.happened,
-            finished=read_steps(log),
+            schedule_starts=driver.happened,
+            steps=read_steps(log),
             workers=workers,
             result=result.read_bytes() if result.exists() else b"",
         )
 
 
-def read_steps(folder: Path) -> list[Finished]:
+def read_steps(folder: Path) -> list[FinishedStep]:
     """All finished steps of all workers, by time. A torn last line is left out."""
-    steps: list[Finished] = []
+    steps: list[FinishedStep] = []
     for path in folder.glob("*.steps"):
         for line in path.read_text().splitlines():
             words = line.split()
             if len(words) == 3 and "." in words[2]:
-                steps.append(Finished(path.stem, int(words[0]), int(words[1]), float(words[2])))
+                steps.append(FinishedStep(path.stem, int(words[0]), int(words[1]), float(words[2])))
     return sorted(steps, key=lambda finished: finished.at)
 
 
-def new_steps(log: Sequence[Finished]) -> list[Finished]:
+def new_steps(log: Sequence[FinishedStep]) -> list[FinishedStep]:
     """The steps that went beyond all before them, each as it was first finished by anybody, by time."""
     highest, steps = -1, []
     for finished in log:
@@ -110,12 +110,12 @@ def new_steps(log: Sequence[Finished]) -> list[Finished]:
     return steps
 
 
-def usual_gap(log: Sequence[Finished]) -> float:
+def usual_gap(log: Sequence[FinishedStep]) -> float:
     """Median time between two new steps, in seconds."""
     return median(new.at - old.at for old, new in pairwise(new_steps(log)))
 
 
-def standstill(log: Sequence[Finished], since: float, until: float) -> float:
+def standstill(log: Sequence[FinishedStep], since: float, until: float) -> float:
     """How long progress stood still in [since, until): the longest gap between two new steps, minus the usual one.
 
     A step that is done again is no progress, so what a restart loses counts, too. Gaps count that end in the time

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.rows import Peer, Row, Settings, at, named, ours, progress, worlds
+from bench.rows import Peer, Row, Settings, progress, quantile_of, summarize, world_text, worlds
 from bench.session import train
 from bench.workload import are_shared
 from fallow.model import Exit, FallowError
@@ -51,14 +51,14 @@ def run(settings: Settings) -> Iterator[Row]:
     arms += [(first, 1, True)] if settings.device in ("cpu", "cuda") else []  # others have no compiler
     for (params, members), shards, compiled in arms:
         words = f"{shards} shards a member" + (", compiled" if compiled else "")
-        progress(f"steady: {named(params, members)}, {words}")
+        progress(f"steady: {world_text(params, members)}, {words}")
         turns = compare(params, members, shards, settings.n or ROUNDS, settings.device, compile=compiled)
         yield Row(
             name="steady state",
             members=members,
             params=params,
-            ours=ours(turns["ours"]),
-            peer=Peer(name="DDP", p50=at(turns["ddp"] + turns["ddp_again"], 0.5)),
+            ours=summarize(turns["ours"]),
+            peer=Peer(name="DDP", p50=quantile_of(turns["ddp"] + turns["ddp_again"], 0.5)),
             ratio=beside_ddp(turns).value,
             note=f"{words}; {beside_ddp(turns)}; A/A: {ratio(turns['ddp'], turns['ddp_again'])}",
         )
@@ -72,7 +72,7 @@ def run_reproducible(settings: Settings) -> Iterator[Row]:
     """
     first, *other_worlds = worlds(settings)
     for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in other_worlds)]:
-        progress(f"reproducible: {named(params, members)}, {shards} shards a member")
+        progress(f"reproducible: {world_text(params, members)}, {shards} shards a member")
         fast, exact = (
             compare(params, members, shards, settings.n or ROUNDS_EXACT, settings.device, reproducible=mode)
             for mode in (False, True)
@@ -81,8 +81,8 @@ def run_reproducible(settings: Settings) -> Iterator[Row]:
             name="reproducible",
             members=members,
             params=params,
-            ours=ours(exact["ours"]),
-            peer=Peer(name="fast mode", p50=at(fast["ours"], 0.5)),
+            ours=summarize(exact["ours"]),
+            peer=Peer(name="fast mode", p50=quantile_of(fast["ours"], 0.5)),
             ratio=beside_ddp(fast).value / beside_ddp(exact).value,
             note=f"{shards} shards a member; DDP / ours: fast {beside_ddp(fast)}, reproducible {beside_ddp(exact)}",
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from bench import session
-from bench.rows import Peer, Row, Settings, at, named, ours, progress, worlds
+from bench.rows import Peer, Row, Settings, progress, quantile_of, summarize, world_text, worlds
 from bench.session import command, train
 from fallow.core.submission.schedule import Action
 from fallow.model import Exit, FallowError
@@ -34,17 +34,17 @@ def run(settings: Settings) -> Iterator[Row]:
     """One row per world and model."""
     rounds = settings.n or ROUNDS
     for params, members in worlds(settings):
-        progress(f"torchrun: {named(params, members)}, ours")
-        figure = ours(standstills(members, params, rounds))
-        progress(f"torchrun: {named(params, members)}, torchrun's")
-        peer_times = [peer(members, params) for _ in range(rounds)]
+        progress(f"torchrun: {world_text(params, members)}, ours")
+        figure = summarize(standstills(members, params, rounds))
+        progress(f"torchrun: {world_text(params, members)}, torchrun's")
+        peer_times = [measure_peer(members, params) for _ in range(rounds)]
         yield Row(
             name="absorb, against torchrun",
             members=members,
             params=params,
             ours=figure,
-            peer=Peer(name="torchrun", p50=at(peer_times, 0.5)),
-            ratio=at(peer_times, 0.5) / max(figure.p50, 1e-3),
+            peer=Peer(name="torchrun", p50=quantile_of(peer_times, 0.5)),
+            ratio=quantile_of(peer_times, 0.5) / max(figure.p50, 1e-3),
             note=f"torchrun: {', '.join(f'{value:.1f}' for value in peer_times)}; {SETTLED_S:g}: it did not go on",
         )
 
@@ -53,15 +53,15 @@ def standstills(members: int, params: int, rounds: int) -> list[float]:
     """Under Fallow: in each round one comes and leaves."""
     items = ",".join(f"+1@{STEPS + 24 * number},-1@{STEPS + 24 * number + 12}" for number in range(rounds))
     training = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
-    began = [at for _, at in training.happened] + [training.finished[-1].at]
+    began = [at for _, at in training.schedule_starts] + [training.steps[-1].at]
     return [
-        session.standstill(training.finished, since, until)
-        for (item, since), until in zip(training.happened, began[1:], strict=True)
+        session.standstill(training.steps, since, until)
+        for (item, since), until in zip(training.schedule_starts, began[1:], strict=True)
         if item.action is Action.ADD
     ]
 
 
-def peer(members: int, params: int) -> float:
+def measure_peer(members: int, params: int) -> float:
     """Under torchrun, in a world of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,12 +74,12 @@ def peer(members: int, params: int) -> float:
         argv += ["--max-restarts=100", *words]
         try:
             agents += [_start(argv, log) for _ in range(members)]
-            if not _settled(log, members, 0.0):
+            if not _has_settled(log, members, 0.0):
                 last = (log / "output.txt").read_text(errors="replace")[-500:]
                 raise FallowError(f"torchrun did not start within {SETTLED_S:g} s: {last}", Exit.TEMPFAIL)
             began = time.monotonic()
             agents.append(_start(argv, log))
-            if not _settled(log, members + 1, began):
+            if not _has_settled(log, members + 1, began):
                 return SETTLED_S
             return session.standstill(session.read_steps(log), began, time.monotonic())
         finally:
@@ -105,7 +105,7 @@ def _kill(agent: psutil.Popen) -> None:
     agent.wait(10)
 
 
-def _settled(log: Path, size: int, after: float) -> bool:
+def _has_settled(log: Path, size: int, after: float) -> bool:
     """Wait until a world of that size has made new steps; steps that are done again do not count."""
     end = time.monotonic() + SETTLED_S
     while time.monotonic() < end:

@@ -5,7 +5,7 @@ With `--torchrun` it is torchrun's: DDP, and a checkpoint that a restarted worke
 With `--rounds` it compares: three arms train equal models on equal shards in the same processes. They are our loop,
 DDP, and DDP once more, whose difference tells how much of a difference means nothing. In a round each has its turn of
 a few steps while the others rest, in an order drawn anew: what a machine's other load does to a step lasts seconds, and
-so meets all three. Ours is built and compiled between the two: of equal compiled models each is some percent faster
+so meets all three. Figure is built and compiled between the two: of equal compiled models each is some percent faster
 than the one before it.
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
         train_for_ever(args.params, args.notes)
     if args.reproducible:  # before CUDA is used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = workload.take(args.device, args.workers)
+    device = workload.take_device(args.device, args.workers)
     if args.rounds:
         compare(args, device)
     else:
@@ -143,16 +143,16 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
         global_batch=BATCH * args.workers * args.shards,
         reproducible=args.reproducible,
     )
-    list(_ours(run, net, net, optimizer, loader, WARM))  # so that it joins
+    list(_fallow_steps(run, net, net, optimizer, loader, WARM))  # so that it joins
     store = FileStore(str(args.notes / "store"), args.workers)
     backend = dist.Backend.default_device_backend_map[device.type]
     dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
     host: Any = dist.new_group(backend="gloo")
     sampler: Any = DistributedSampler(data, args.workers, run.rank, shuffle=False)
     ddp_loader = DataLoader(data, BATCH, sampler=sampler, pin_memory=pinned)
-    arms = {"ddp": _ddp(copy.deepcopy(model), ddp_loader, args)}
-    arms["ours"] = partial(_ours, run, torch.compile(net) if args.compile else net, net, optimizer, loader)
-    arms["ddp_again"] = _ddp(copy.deepcopy(model), ddp_loader, args)
+    arms = {"ddp": _ddp_steps(copy.deepcopy(model), ddp_loader, args)}
+    arms["ours"] = partial(_fallow_steps, run, torch.compile(net) if args.compile else net, net, optimizer, loader)
+    arms["ddp_again"] = _ddp_steps(copy.deepcopy(model), ddp_loader, args)
     for steps in arms.values():
         list(steps(WARM))
     dice, turns = random.Random(0), {name: list[float]() for name in arms}
@@ -184,7 +184,7 @@ def _turn(steps: Steps, device: torch.device) -> float:
     return took_s / count
 
 
-def _ours(run: Any, net: Any, model: nn.Module, optimizer: Any, loader: Any, count: int) -> Iterator[None]:
+def _fallow_steps(run: Any, net: Any, model: nn.Module, optimizer: Any, loader: Any, count: int) -> Iterator[None]:
     """Steps of ours; `net` is the prepared model, compiled or not."""
     for update in run.updates(loader, max_steps=count):
         for inputs, targets in update:
@@ -193,7 +193,7 @@ def _ours(run: Any, net: Any, model: nn.Module, optimizer: Any, loader: Any, cou
         yield
 
 
-def _ddp(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps:
+def _ddp_steps(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     net: Any = torch.compile(wrapped) if args.compile else wrapped
     optimizer = workload.optimizer(wrapped)

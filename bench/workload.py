@@ -104,7 +104,7 @@ def are_shared(name: str, workers: int) -> bool:
     return name != "cpu" and workers > torch.accelerator.device_count()
 
 
-def take(name: str, workers: int) -> torch.device:
+def take_device(name: str, workers: int) -> torch.device:
     """Make a device this process's own, before anything else is done with torch.
 
     Where workers share devices, gradients go through the host: NCCL refuses two ranks on one GPU.

@@ -4,19 +4,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fallow.model import PartitionInfo, TraceRead
-from fallow.sim.published import restart
+from fallow.sim.published import restart_costs
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces.recorded import Window
-from fallow.sim.traces.sites import made_up
+from fallow.sim.traces.sites import synthetic_site
 from fallow.sim.types import (
     Change,
     Costs,
-    Happening,
     Plans,
     Profile,
     Recording,
     RunPlan,
     Scheduler,
+    SimEvent,
     SimJob,
     SimNode,
     Site,
@@ -71,10 +71,10 @@ def wanted(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> t
 
 
 def starts(sim: SlurmSim, *jobs: str) -> list[float]:
-    return [round(sim.ran[name][0], 3) for name in jobs]
+    return [round(sim.run_times[name][0], 3) for name in jobs]
 
 
-def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
+def of(kind: type[Any], told: Iterable[SimEvent]) -> list[Any]:
     return [each for each in told if isinstance(each, kind)]
 
 
@@ -84,8 +84,8 @@ def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
 def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more: Any) -> Recording:
     names = [f"n{number}" for number in range(nodes)]
     scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
-    where = made_up("holes", {"batch": names}, 4, Window(profile=profile, scheduler=scheduler))
-    return Recording(site=where, begin=0.0, end=MANY, read=READ, changes=changes)
+    where = synthetic_site("holes", {"batch": names}, 4, Window(profile=profile, scheduler=scheduler))
+    return Recording(site=where, begin=0.0, end=MANY, summary=READ, changes=changes)
 
 
 Turns = list[tuple[int, int]]
@@ -122,4 +122,4 @@ def linear(number: int = 1, most: int = 8, **more: Any) -> list[RunPlan]:
 
 
 def costing(up: float, down: float = 0.0, start: float = 0.0) -> Costs:
-    return restart(f"{up:g}-{down:g}", (start, start))
+    return restart_costs(f"{up:g}-{down:g}", (start, start))

@@ -15,13 +15,13 @@ import bench.rows
 import fallow
 from bench import changes, harvest, head, session, steady
 from bench.__main__ import INTERRUPTED, main, measure, parse
-from bench.rows import Row, Settings, ours
-from bench.session import Finished
+from bench.rows import Row, Settings, summarize
+from bench.session import FinishedStep
 from fallow.model import Exit, FallowError, JobInfo
 
 
-def done(worker: str, step: int, generation: int, at: float) -> Finished:
-    return Finished(worker, step, generation, at)
+def done(worker: str, step: int, generation: int, at: float) -> FinishedStep:
+    return FinishedStep(worker, step, generation, at)
 
 
 def test_recovery_is_until_the_slowest_survivor_has_finished_a_step_of_the_new_generation() -> None:
@@ -119,7 +119,7 @@ def test_what_is_started_in_another_folder_is_of_this_checkout(
 ) -> None:
     def run(settings: Settings) -> Iterator[Row]:
         argv = [sys.executable, "-Pc", "import bench.rows, fallow; print(bench.rows.__file__, fallow.__file__)"]
-        yield Row(name=subprocess.check_output(argv, cwd=tmp_path, text=True), ours=ours([0.5]))
+        yield Row(name=subprocess.check_output(argv, cwd=tmp_path, text=True), ours=summarize([0.5]))
 
     monkeypatch.setattr(changes, "run_pause", run)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -141,7 +141,7 @@ def test_rows_outlive_a_benchmark_that_does_not_come_to_its_end(
     end: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(settings: Settings) -> Iterator[Row]:
-        yield from [Row(name="planned pause", members=2, ours=ours([0.5]))][: settings.n]
+        yield from [Row(name="planned pause", members=2, ours=summarize([0.5]))][: settings.n]
         raise end
 
     monkeypatch.setattr(changes, "run_pause", run)

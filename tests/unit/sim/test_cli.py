@@ -64,13 +64,13 @@ def test_the_report_has_the_contract_s_fields_and_people_get_a_table(
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--policy", "gredy"], Exit.USAGE, "policy 'gredy'"),
+        (["--policy", "gredy"], Exit.USAGE, "gredy"),
         (["--runs", "many"], Exit.USAGE, "COUNTxNODES:CURVE"),
         (["--days", "nan"], Exit.USAGE, "--days"),
         (["--begin", "9"], Exit.USAGE, "--begin"),
         (["--site", "nowhere"], Exit.USAGE, "--site goes with"),
         (["--site", "nowhere", "--profile", "plain"], Exit.USAGE, "leave --profile away"),
-        (["--plans", "known"], Exit.USAGE, "traces of holes"),
+        (["--plans", "known"], Exit.USAGE, "--plans known"),
         (["--costs", "5"], Exit.USAGE, "UP-DOWN"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fallow.model import FallowError, JobInfo, PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.sites import harvested
+from fallow.sim.traces.sites import harvested_partitions
 from fallow.sim.types import Ended, Notice, Profile, Scheduler, SimJob, Site, Started
 from fallow.slurm.client import SubmitRejected
 from sim_cases import MIN, Turns, changes_of, hole_sim, holes, job, of, site, starts, tiers, wanted
@@ -45,7 +45,9 @@ def test_nothing_starts_on_a_drained_node_and_no_job_that_is_held() -> None:
     told = sim.advance(600.0)
     assert {node.node: node.flags for node in sim.poll().nodes} == {"n1": ["DRAIN"], "n2": []}
     assert of(Started, told) == [] and [info.reason for info in sim.poll().jobs] == ["QOSMaxJobsPerUserLimit"]
-    assert sorted(sim.ran) == ["part", "whole"] and starts(sim, "part")[0] != starts(sim, "whole")[0], "both on n2"
+    assert sorted(sim.run_times) == ["part", "whole"] and starts(sim, "part")[0] != starts(sim, "whole")[0], (
+        "both on n2"
+    )
     sim.hold(mine, "")
     assert [started.nodes for started in of(Started, sim.advance(605.0))] == [("n2",)]
 
@@ -84,7 +86,7 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
     sim.advance(200.0)
     assert sim.waits() == {}
     sim.advance(300.0)
-    sim.left(mine)
+    sim.note_exit(mine)
     sim.advance(400.0)
     assert sim.waits() == {"wide": pytest.approx(300.0 - 200.7)}
 
@@ -99,17 +101,17 @@ def test_refusals() -> None:
     with pytest.raises(SubmitRejected, match="node configuration"):
         sim_of(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])])).submit(*wanted(nodelist="n2"))
     sim.advance(1.0)
-    assert sim.refused == ["wide"]
+    assert sim.impossible_jobs == ["wide"]
 
 
 def test_scheduler_parameters() -> None:
     words = "bf_interval=5, bf_window=1440,bf_continue,bf_max_job_user=7,bf_busy_nodes,bf_resolution=0"
-    found = Scheduler.of(words, kill_wait_s=5.0)
+    found = Scheduler.from_parameters(words, kill_wait_s=5.0)
     assert found == Scheduler(bf_interval_s=5.0, bf_window_s=86400.0, bf_max_job_user=7, kill_wait_s=5.0)
-    assert Scheduler.of(found.words, kill_wait_s=5.0) == found
-    assert Scheduler.of("bf_interval=-1").bf_interval_s == -1.0
+    assert Scheduler.from_parameters(found.words, kill_wait_s=5.0) == found
+    assert Scheduler.from_parameters("bf_interval=-1").bf_interval_s == -1.0
     with pytest.raises(FallowError, match="bf_window needs a number"):
-        Scheduler.of("bf_window=long")
+        Scheduler.from_parameters("bf_window=long")
 
 
 @pytest.mark.soak
@@ -123,7 +125,7 @@ def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded
         sim.advance(min(sim.next_at(), trace.end))
         idle_s += idle * (sim.now - at)
     assert time.process_time() - began <= 30.0
-    waits = sorted(sim.ran[job.job_id][0] - job.submit_at for job in trace.jobs)
+    waits = sorted(sim.run_times[job.job_id][0] - job.submit_at for job in trace.jobs)
     assert waits[int(0.99 * len(waits))] < 5.0
     assert idle_s / (107 * (trace.end - trace.begin)) == pytest.approx(0.303, abs=0.003)
 
@@ -132,7 +134,7 @@ def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded
 
 
 def ask(engine: SlurmSim, minutes: int = 60) -> str:
-    return engine.submit(*wanted(minutes, partition=harvested(engine.site)[0]))
+    return engine.submit(*wanted(minutes, partition=harvested_partitions(engine.site)[0]))
 
 
 def shown(engine: SlurmSim, job_id: str) -> JobInfo:
@@ -149,7 +151,7 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     assert engine.advance(100.5) == [Notice(at=pytest.approx(100.37), job_id=job_id)]
     info = shown(engine, job_id)
     assert (info.state, info.preempt_at, info.end_at) == ("RUNNING", pytest.approx(100.2), pytest.approx(110.2))
-    engine.left(job_id)
+    engine.note_exit(job_id)
     assert engine.advance(105.0) == [Ended(at=100.5, job_id=job_id, state="PREEMPTED")]
     assert list(engine.waits().values()) == [pytest.approx(0.3)], "from the pass until we have left"
     assert [job.user for job in engine.poll().jobs] == ["me"]
@@ -277,7 +279,7 @@ def test_nothing_is_given_twice_and_every_job_gets_what_it_needs(data: st.DataOb
             token, node = f"fallow-r-h{len(ours)}-x", partition.nodes[0] if number > 7 else ""
             ours.append(sim.submit(*wanted(number + 1, token, partition=partition.partition, nodelist=node)))
         elif ours:
-            act: Callable[[str], None] = sim.cancel if what == "cancel" else sim.left
+            act: Callable[[str], None] = sim.cancel if what == "cancel" else sim.note_exit
             act(ours[number % len(ours)])
         check(sim, jobs)
     for _ in range(50):
@@ -287,8 +289,8 @@ def test_nothing_is_given_twice_and_every_job_gets_what_it_needs(data: st.DataOb
     assert sim.poll().jobs == [], "all are over, and forgotten"
     assert {node.state for node in sim.poll().nodes} == {"IDLE"} and sim.idle_nodes() == len(where.nodes)
     for each in jobs:
-        if each.job_id not in sim.refused:
-            start, end = sim.ran[each.job_id]
+        if each.job_id not in sim.impossible_jobs:
+            start, end = sim.run_times[each.job_id]
             assert start >= each.submit_at
             is_limited = (
                 each.limit_s - 1e-6 <= end - start <= each.limit_s + SWEEP_S + 1e-6 and end - start < each.runs_s

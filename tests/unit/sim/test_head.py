@@ -52,7 +52,7 @@ def test_polls_wait_for_tokens_and_are_counted() -> None:
 def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     engine = cluster(2, [job("theirs", BEGIN + 1001.5, 1, 10 * MIN, partition="normal")], preempt=False)
     head = played(engine, linear(most=2), 1100.0)
-    assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
+    assert engine.run_times["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
     assert head.runs.members("r0") == 1 and head.meter.score().unannounced_per_day == 0
     assert head.harvest.neighbours.delays.report(engine.now).jobs == 1
     delayed = head.meter.score().others_delayed

@@ -11,7 +11,7 @@ from fallow.model import Score
 from fallow.sim.clock import VirtualLoop
 from fallow.sim.published import IN_PLACE
 from fallow.sim.simulate import POLICIES, play
-from fallow.sim.types import Costs, Happening, Options, Profile, Recording, RunPlan, Started
+from fallow.sim.types import Costs, Options, Profile, Recording, RunPlan, SimEvent, Started
 from fallow.sim.work import Head
 from sim_cases import FREE, Turns, changes_of, costing, hole_sim, holes, linear, runs_of, wanted
 
@@ -65,9 +65,9 @@ class Noting(Head):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.asked = [self.engine.submit(*wanted(partition="scavenge")) for _ in range(8)]
-        self.heard: list[Happening] = []
+        self.heard: list[SimEvent] = []
 
-    def hear(self, happening: Happening) -> None:
+    def hear(self, happening: SimEvent) -> None:
         self.heard.append(happening)
 
 
@@ -108,7 +108,7 @@ def test_an_error_and_ctrl_c_end_the_play(error: type[BaseException], in_a_task:
         fail()
 
     if in_a_task:
-        loop.keep(failing)
+        loop.run_task(failing)
     else:
         loop.post(now, fail)
     with pytest.raises(error):

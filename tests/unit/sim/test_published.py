@@ -9,7 +9,7 @@ import pytest
 from fallow.config import Slurm
 from fallow.model import Score
 from fallow.sim.greedy import Greedy
-from fallow.sim.published import DEFAULT, plans, restart
+from fallow.sim.published import DEFAULT, parse_runs, restart_costs
 from fallow.sim.simulate import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
@@ -28,7 +28,7 @@ def score(words: str, days: float) -> Score:
     at_once = Scheduler(bf_interval_s=1.0, pass_s=0.0)
     holes = open_trace("summit", Window(days=days, profile="nograce", scheduler=at_once))
     engine = SlurmSim(holes.site, 0, holes.begin, changes=holes.changes)
-    runs, costs = plans(DEFAULT, ("scavenge",)), restart(words, (0.0, 0.0))
+    runs, costs = parse_runs(DEFAULT, ("scavenge",)), restart_costs(words, (0.0, 0.0))
     head = Greedy(engine, runs, Options(costs=costs, slurm=Slurm(poll_interval_s=5.0, submits_per_min=1e9)))
     play(head, holes.end)
     return head.meter.score()

@@ -12,7 +12,7 @@ from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sacct import COMMAND
 from fallow.sim.traces.shipped import FOLDER, trace_path
-from fallow.sim.traces.sites import from_folder
+from fallow.sim.traces.sites import site_from_folder
 from fallow.sim.types import Recording, SimJob
 
 DATA = Path(__file__).parents[2] / "data"
@@ -42,7 +42,7 @@ def refused(path: Path, window: Window | None = None, site_folder: Path | None =
 
 def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
     trace = open_trace(SWF, Window(profile="plain"))
-    problems = trace.read
+    problems = trace.summary
     assert problems.jobs == 6
     assert problems.bad_lines == {
         "completed, and no runtime": 1,
@@ -109,7 +109,7 @@ def test_lines_that_cannot_be_true_are_skipped(tmp_path: Path, text: str, reason
     path = tmp_path / "log"
     path.write_text(text)
     trace = open_trace(path)
-    ((found, number),) = trace.read.bad_lines.items()
+    ((found, number),) = trace.summary.bad_lines.items()
     assert reason in found and number == 1
     assert len(trace.site.nodes) == (4 if "Max" in text else 2)
 
@@ -124,7 +124,7 @@ def test_a_number_that_comes_twice_is_another_job(tmp_path: Path) -> None:
 
 
 def test_sacct_counts_its_bad_lines_and_uses_the_others() -> None:
-    problems = open_trace(SACCT).read
+    problems = open_trace(SACCT).summary
     assert problems.jobs == 10
     assert problems.bad_lines == {
         "a step of a job": 1,
@@ -165,7 +165,7 @@ def test_sacct_maps_its_columns() -> None:
     assert found["108"].runs_s == 1400.0  # was still running
     assert part(found["108"]) == ("cpu", 1, 4, False)
     assert {job.user for job in found.values()} == {"u1", "u2", "u3"}
-    assert trace.read.assumed == [
+    assert trace.summary.assumed == [
         "3 nodes in gpu: those that jobs ran on",
         "2 nodes in cpu: those that jobs ran on",
         "GPUs and CPUs of a node are the most that a job had on it",
@@ -178,7 +178,7 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     (tmp_path / "nodes.txt").write_text(recorded)
     (tmp_path / "partitions.txt").write_text(recorded)
     (tmp_path / "config.txt").write_text((DATA / "slurm" / "25.11" / "poll_config.txt").read_text())
-    site = from_folder(tmp_path)
+    site = site_from_folder(tmp_path)
     assert [node.node for node in site.nodes] == ["n1", "n2", "n3", "n4"]
     assert site.scheduler.version == (25, 11)
     assert (site.scheduler.bf_interval_s, site.scheduler.bf_max_job_test) == (1.0, 200)
@@ -191,11 +191,11 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     path.write_text(text)
     trace = open_trace(path, site_folder=tmp_path)
     assert trace.site.name == site.name
-    assert trace.read.bad_lines["its partition is not among the site's"] == 4
-    assert not any("not simulated" in each for each in trace.read.assumed)
+    assert trace.summary.bad_lines["its partition is not among the site's"] == 4
+    assert not any("not simulated" in each for each in trace.summary.assumed)
     config = (tmp_path / "config.txt").read_text()
     (tmp_path / "config.txt").write_text(config.replace("preempt/partition_prio", "preempt/qos"))
-    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).read.assumed)
+    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).summary.assumed)
     (tmp_path / "config.txt").unlink()
     assert "scontrol -o show config" in refused(path, site_folder=tmp_path).message
     assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE
@@ -221,7 +221,7 @@ def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
     trace = open_trace(path, Window(begin_day=650 / DAY_S))
     assert trace.changes == [(650.0, (0, 1, 2), ()), (720.0, (), (1, 2)), (840.0, (1,), ())]
     assert (trace.end, trace.jobs, len(trace.site.nodes)) == (900.0, (), 420)
-    assert trace.read.bad_lines == {"earlier than the line before": 1, "not a number": 1}
+    assert trace.summary.bad_lines == {"earlier than the line before": 1, "not a number": 1}
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             if row["queue"] in queues:
                 recorded[row["queue"], True][float(row["time"])] = int(row["running_gpus_ge8"])
                 recorded[row["queue"], False][float(row["time"])] = int(row["running_gpus_lt8"])
-    assert (len(recorded), trace.read.bad_lines["more at once than the queue has"]) == (6, 5119)
+    assert (len(recorded), trace.summary.bad_lines["more at once than the queue has"]) == (6, 5119)
     for key, series in recorded.items():
         known = now = 0
         before = [at for at in series if at <= trace.begin]
