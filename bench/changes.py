@@ -1,9 +1,9 @@
-"""What do changes of the membership cost?
+"""The duration of membership changes.
 
-`pause`, a planned change: from the end of the last step in the old generation to the start of the first one in the new,
-on the member that waited longest. The youngest and the oldest leave alternately, so that rank 0 changes hands, too.
-`recovery`, a SIGKILL: from the signal to the end of the next generation's first step on the slowest survivor, detection
-included. With a large model on few processors that step is most of the figure, so the note tells its length.
+`pause`, a planned change: time from the end of the last step of the old generation to the start of the first step of
+the new one, on the member that waited longest. The youngest and the oldest member leave in turn, so rank 0 changes,
+too. `recovery`, a SIGKILL: time from the signal to the end of the next generation's first step on the slowest survivor,
+detection included. With a large model on few CPUs that step is most of the figure, so the note has its duration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from fallow.core.submission.schedule import Action
 from fallow.model import ChangeKind, GenerationReport
 
 CHANGES, CHANGE_STEPS = 32, 3
-"""Planned changes, and the steps from one to the next. A change that comes late delays those after it."""
+"""Number of planned changes, and steps from one to the next. A late change delays the later ones."""
 
 KILLS, KILL_STEPS = 20, 6
 FIRST_STEP = 6
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def run_pause(settings: Settings) -> Iterator[Row]:
-    """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
+    """Rows for all planned changes, for absorbs, and for releases, for each world and model."""
     changes, device = settings.n or CHANGES, settings.device
     for params, members in worlds(settings):
         progress(f"pause: {world_text(params, members)}")
@@ -42,13 +42,13 @@ def run_pause(settings: Settings) -> Iterator[Row]:
 
 
 def alternate_changes(members: int, changes: int, gap: int, leave: str) -> str:
-    """A schedule: one comes, one goes, the youngest and the oldest in turn.
+    """A schedule in which members join and leave alternately; the youngest and the oldest leave in turn.
 
     Args:
-        members: at the begin.
-        changes: how many in all.
-        gap: steps from one to the next.
-        leave: how one goes. Whoever is killed goes before another one comes, else it is the other way round.
+        members: number of members at the begin.
+        changes: number of changes.
+        gap: steps from one change to the next.
+        leave: `-m` (planned) or `kill:`. A kill comes before the next join, a planned departure after it.
     """
     alive, items = list(range(members)), []
     for number in range(changes):
@@ -62,7 +62,7 @@ def alternate_changes(members: int, changes: int, gap: int, leave: str) -> str:
 
 
 def parts_of(changes: Sequence[GenerationReport]) -> str:
-    """The parts of the pauses, and what was sent in them, for a note."""
+    """The parts of the pauses, and the bytes sent in and behind them, for a note."""
     pause_parts = {part: [getattr(change.parts, part) for change in changes] for part in PARTS}
     pause_parts["all but drain"] = [(change.pause_s or 0.0) - change.parts.drain for change in changes]
     words = [
@@ -77,7 +77,7 @@ def parts_of(changes: Sequence[GenerationReport]) -> str:
 
 
 def run_recovery(settings: Settings) -> Iterator[Row]:
-    """One row per world and model."""
+    """One row for each world and model."""
     kills, device = settings.n or KILLS, settings.device
     for params, members in worlds(settings):
         progress(f"recovery: {world_text(params, members)}")

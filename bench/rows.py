@@ -1,4 +1,4 @@
-"""What a benchmark is asked for, and the rows that it returns."""
+"""Settings of a benchmark, and the rows that it returns."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ import msgspec
 from fallow.core.quantile import quantile
 
 Settings = argparse.Namespace
-"""What the user asked for: the options of `bench.__main__.parse`, where each has its help."""
+"""The options of `bench.__main__.parse`."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,14 +22,14 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """The same figure of somebody else, measured in the same run."""
+    """The figure of the peer, measured in the same run."""
 
     name: str
     p50: float
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured figure. `members` and `params` are None where they mean nothing."""
+    """One measured figure. `members` and `params` are None if the benchmark does not depend on them."""
 
     name: str
     members: int | None = None
@@ -38,10 +38,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ours: Figure
     peer: Peer | None = None
     ratio: float | None = None
-    "ours / peer for throughput, peer / ours for times: above 1 is better than the peer"
+    "ours / peer for throughput, peer / ours for times: above 1, Fallow is faster"
     note: str = ""
     device: str = "cpu"
-    "that the members trained on"
+    "kind of the device on which the members trained"
 
     def __str__(self) -> str:
         world = [f"{self.members} members"] if self.members else []
@@ -54,27 +54,27 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worlds(settings: Settings) -> list[tuple[int, int]]:
-    """(params, members) of each world to measure, one model after the other."""
+    """(params, members) of each world to measure."""
     return list(product(settings.params, settings.members))
 
 
 def world_text(params: int, members: int) -> str:
-    """A world in words."""
+    """The name of a world in progress messages."""
     return f"{members} members, {params / 1e6:g} M parameters"
 
 
 def progress(text: str) -> None:
-    """Tell on standard error what is being measured now."""
+    """Write a line of progress to standard error."""
     sys.stderr.write(f"bench: {text}\n")
 
 
 def summarize(values: Sequence[float]) -> Figure:
-    """Median and p95 of measurements; at least one."""
+    """Median and p95 of at least one measurement."""
     return Figure(p50=quantile_of(values, 0.5), p95=quantile_of(values, 0.95), n=len(values))
 
 
 def quantile_of(values: Sequence[float], q: float) -> float:
-    """A quantile of measurements; at least one."""
+    """A quantile of at least one measurement."""
     value = quantile(values, q)
     assert value is not None
     return value

@@ -1,8 +1,8 @@
-"""A node joins the same training under Fallow, and under torchrun's elastic agent.
+"""A node joins the same training under Fallow and under torchrun's elastic agent.
 
-torchrun runs as its documentation says for elastic jobs: `--nnodes=MIN:MAX --rdzv-backend=c10d`, one agent in the place
-of a node, default time limits; its script goes on from a checkpoint of every 20 steps. Compared is how long progress
-stands still around the change (`session.standstill`).
+torchrun runs as its documentation describes for elastic jobs: `--nnodes=MIN:MAX --rdzv-backend=c10d`, one agent in
+place of a node, default timeouts. Its script saves a checkpoint every 20 steps and resumes from it. The benchmark
+compares the time without progress around the change (`session.standstill`).
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from fallow.model import Exit, FallowError
 
 ROUNDS = 3
 SETTLED_S = 180.0
-"""For so long torchrun may take until it has settled. A change after which it does not counts as that long."""
+"""Longest wait until torchrun has settled. A change after which it does not settle counts as this long."""
 
 STEPS = 10
-"""New steps after which a world has settled."""
+"""Number of new steps after which a world has settled."""
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """One row per world and model."""
+    """One row for each world and model."""
     rounds = settings.n or ROUNDS
     for params, members in worlds(settings):
         progress(f"torchrun: {world_text(params, members)}, ours")
@@ -45,12 +45,12 @@ def run(settings: Settings) -> Iterator[Row]:
             ours=figure,
             peer=Peer(name="torchrun", p50=quantile_of(peer_times, 0.5)),
             ratio=quantile_of(peer_times, 0.5) / max(figure.p50, 1e-3),
-            note=f"torchrun: {', '.join(f'{value:.1f}' for value in peer_times)}; {SETTLED_S:g}: it did not go on",
+            note=f"torchrun: {', '.join(f'{value:.1f}' for value in peer_times)}; {SETTLED_S:g}: did not resume",
         )
 
 
 def standstills(members: int, params: int, rounds: int) -> list[float]:
-    """Under Fallow: in each round one comes and leaves."""
+    """Standstills in seconds under Fallow. In each round one member joins and leaves."""
     items = ",".join(f"+1@{STEPS + 24 * number},-1@{STEPS + 24 * number + 12}" for number in range(rounds))
     training = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
     began = [at for _, at in training.schedule_starts] + [training.steps[-1].at]
@@ -62,7 +62,7 @@ def standstills(members: int, params: int, rounds: int) -> list[float]:
 
 
 def measure_peer(members: int, params: int) -> float:
-    """Under torchrun, in a world of its own."""
+    """Standstill in seconds under torchrun, in a new world."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -97,7 +97,7 @@ def _start(argv: list[str], log: Path) -> psutil.Popen:
 
 
 def _kill(agent: psutil.Popen) -> None:
-    """With all that it has started."""
+    """Kill an agent and its child processes."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [*agent.children(recursive=True), agent]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -106,7 +106,7 @@ def _kill(agent: psutil.Popen) -> None:
 
 
 def _has_settled(log: Path, size: int, after: float) -> bool:
-    """Wait until a world of that size has made new steps; steps that are done again do not count."""
+    """Wait until a world of `size` has made `STEPS` new steps after `after`; False: not within `SETTLED_S`."""
     end = time.monotonic() + SETTLED_S
     while time.monotonic() < end:
         new_steps = [

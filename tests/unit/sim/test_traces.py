@@ -230,11 +230,11 @@ def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is empty"),
-        ("a,b,c\n1,2,3\n", "not the format of any trace"),
+        ("", "file is empty"),
+        ("a,b,c\n1,2,3\n", "unknown format"),
         ("JobID|State\n1|COMPLETED\n", "column Partition is missing"),
         (HEADER, "none of its 0 lines can be used"),
-        (HEADER + "1|p|COMPLETED|2026-10-01T00:00:00|5|9|1|n1\n", "must be Unix seconds"),
+        (HEADER + "1|p|COMPLETED|2026-10-01T00:00:00|5|9|1|n1\n", "not Unix seconds"),
         (HEADER + SOUND + "2|p|X\n3|p|X\n", "2 of 3 lines are bad; the first: line 3: not 8 fields"),
         (HEADER + "1|gpu|RUNNING|1790000000|1790000010|Unknown|1|n1\n", "no job in it has ended"),
         ("1|1|ann|gpu|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7\n", "--noheader"),

@@ -108,7 +108,7 @@ def test_runs_from_words() -> None:
             parse_runs(words)
     with pytest.raises(FallowError, match="more than 100,000 nodes"):
         parse_runs("1x90000:VGG16;2x6000:VGG16")
-    with pytest.raises(FallowError, match="partition .c. is not harvested"):
+    with pytest.raises(FallowError, match="'c' is not harvested"):
         parse_runs("1x4,in=a+c:VGG16", ("a", "b"))
 
 

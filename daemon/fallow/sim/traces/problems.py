@@ -123,7 +123,7 @@ def table(path: Path, columns: Sequence[str], tally: Tally, separator: str = ","
         else:
             yield number, dict(zip(header, fields, strict=True))
     if not header:
-        raise tally.refuse("it is empty")
+        raise tally.refuse("the file is empty")
 
 
 def numbers(
