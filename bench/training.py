@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", type=int, required=True)
     parser.add_argument(
-        "--notes", type=Path, required=True, help="folder for finished steps; WORKER.raise: WORKER raises"
+        "--notes", type=Path, required=True, help="folder of finished steps; WORKER.raise: it raises"
     )
     parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--rounds", type=int, help="compare three arms in this number of turns")

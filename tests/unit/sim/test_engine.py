@@ -108,7 +108,7 @@ def test_scheduler_parameters() -> None:
     words = "bf_interval=5, bf_window=1440,bf_continue,bf_max_job_user=7,bf_busy_nodes,bf_resolution=0"
     found = Scheduler.from_parameters(words, kill_wait_s=5.0)
     assert found == Scheduler(bf_interval_s=5.0, bf_window_s=86400.0, bf_max_job_user=7, kill_wait_s=5.0)
-    assert Scheduler.from_parameters(found.words, kill_wait_s=5.0) == found
+    assert Scheduler.from_parameters(found.parameters, kill_wait_s=5.0) == found
     assert Scheduler.from_parameters("bf_interval=-1").bf_interval_s == -1.0
     with pytest.raises(FallowError, match="bf_window needs a number"):
         Scheduler.from_parameters("bf_window=long")

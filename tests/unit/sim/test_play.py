@@ -67,8 +67,8 @@ class Noting(Head):
         self.asked = [self.engine.submit(*wanted(partition="scavenge")) for _ in range(8)]
         self.heard: list[SimEvent] = []
 
-    def hear(self, happening: SimEvent) -> None:
-        self.heard.append(happening)
+    def hear(self, event: SimEvent) -> None:
+        self.heard.append(event)
 
 
 def test_what_happens_at_once_is_heard_in_its_order() -> None:

@@ -25,10 +25,10 @@ class Noted(Tally):
         self.changes: list[Kind] = []
         self.sizes: list[tuple[float, int, float]] = []
 
-    def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
+    def set_members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
         self.sizes.append((at, nodes, stalled_until))
 
-    def change(self, kind: Kind) -> None:
+    def count_change(self, kind: Kind) -> None:
         self.changes.append(kind)
 
 

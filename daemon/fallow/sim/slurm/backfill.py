@@ -84,7 +84,7 @@ class Cycle:
         for _ in range(TRIES):
             if start > space.end:
                 return None
-            avail, later = space.over(candidates, start, start + limit_s)
+            avail, later = space.free_nodes(candidates, start, start + limit_s)
             if start <= now and not job.is_ours:
                 self._lifecycle.note_delay(job, self._cluster.is_delayed_by_us(job, avail))
             fit = None
@@ -98,7 +98,7 @@ class Cycle:
             at, nodes = fit
             if at > space.end:
                 return None if at == inf else (at, nodes, avail)
-            if at <= now or not space.overlaps(nodes, *space.slot(at, limit_s)):
+            if at <= now or not space.has_reservation(nodes, *space.slot(at, limit_s)):
                 return at, nodes, avail
             start = at if at > start else at + self._scheduler.bf_resolution_s
         return None

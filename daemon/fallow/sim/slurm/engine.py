@@ -120,7 +120,7 @@ class SlurmSim(Agenda):
             is_ours=True,
         )
         self._lifecycle.add(job)
-        self._scheduling.submitted()
+        self._scheduling.note_submission()
         return job.job_id
 
     def cancel(self, job_id: str) -> None:
@@ -200,7 +200,7 @@ class SlurmSim(Agenda):
         )
         if job.priority:
             self._last_priority = job.priority
-        self._scheduling.submitted()
+        self._scheduling.note_submission()
 
     def _priority(self, recorded: int) -> int:
         """The recorded priority; if there is none, as under priority/basic: first come, first served."""

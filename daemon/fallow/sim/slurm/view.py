@@ -24,7 +24,7 @@ class View:
         jobs: list[JobInfo] = []
         for job in self._lifecycle.jobs.values():
             if not job.is_owner or job.state == "PENDING":
-                job.job_info = job.shown or self._job(job)
+                job.job_info = job.job_info or self._job(job)
                 jobs.append(job.job_info)
         if self._owners is not None:
             jobs += self._owners.planned_jobs()
