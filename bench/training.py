@@ -53,9 +53,7 @@ def main() -> None:
     """Train. Each worker records its finished steps; with `--rounds` the main member writes the turns of all arms."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", type=int, required=True)
-    parser.add_argument(
-        "--notes", type=Path, required=True, help="folder of finished steps; WORKER.raise: it raises"
-    )
+    parser.add_argument("--notes", type=Path, required=True, help="folder of finished steps; WORKER.raise: it raises")
     parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--rounds", type=int, help="compare three arms in this number of turns")
     parser.add_argument("--compile", action="store_true", help="compile the models of all arms")

@@ -65,7 +65,7 @@ def job(
     return SimJob(job_id=job_id, submit_at=at, **wants, **{**usual, **more})
 
 
-def wanted(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> tuple[str, dict[str, str]]:
+def submission(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> tuple[str, dict[str, str]]:
     """Arguments of `SlurmSim.submit`."""
     return token, {"partition": "p", "time": str(minutes), "nice": "100000", **options}
 
@@ -74,8 +74,8 @@ def starts(sim: SlurmSim, *jobs: str) -> list[float]:
     return [round(sim.run_times[name][0], 3) for name in jobs]
 
 
-def of(kind: type[Any], told: Iterable[SimEvent]) -> list[Any]:
-    return [each for each in told if isinstance(each, kind)]
+def events_of(kind: type[Any], events: Iterable[SimEvent]) -> list[Any]:
+    return [each for each in events if isinstance(each, kind)]
 
 
 # -- holes ----------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def changes_of(turns: Turns) -> list[Change]:
     at, before, changes = 0.0, 0, list[Change]()
     for seconds, mask in turns:
         at += seconds
-        joined, taken = (
+        joined, claimed = (
             tuple(n for n in range(some.bit_length()) if some >> n & 1) for some in (mask & ~before, before & ~mask)
         )
-        changes.append((at, joined, taken))
+        changes.append((at, joined, claimed))
         before = mask
     return changes
 

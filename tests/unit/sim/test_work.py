@@ -14,10 +14,10 @@ from fallow.sim.meter import Tally, best_shares
 from fallow.sim.published import curve_of, parse_runs, speeds
 from fallow.sim.types import Costs, FirstStep, Kind, Options, RunPlan
 from fallow.sim.work import Work
-from sim_cases import FREE, costing, linear, of, runs_of
+from sim_cases import FREE, costing, events_of, linear, runs_of
 
 
-class Noted(Tally):
+class RecordingTally(Tally):
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Noted(Tally):
         self.changes.append(kind)
 
 
-def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, Noted, Agenda]:
-    meter, agenda = Noted(), Agenda(0.0)
+def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, RecordingTally, Agenda]:
+    meter, agenda = RecordingTally(), Agenda(0.0)
     return Work(runs or linear(), Options(costs=costs), meter, agenda), meter, agenda
 
 
@@ -50,14 +50,14 @@ def test_what_happens_together_is_one_change() -> None:
     agenda.advance(100)
     join(runs, "c", "d")
     runs.lose("r0", ["a"])
-    assert of(FirstStep, agenda.advance(100)) == []
+    assert events_of(FirstStep, agenda.advance(100)) == []
     assert meter.changes == ["absorb", "eject", "absorb"]
     assert meter.sizes[-1] == (100, 3, 118)
     agenda.advance(110)
     join(runs, "e")
     agenda.advance(110)
     assert meter.sizes[-1] == (110, 4, 128), "a change within a change begins it anew"
-    active = of(FirstStep, agenda.advance(128))
+    active = events_of(FirstStep, agenda.advance(128))
     assert active == [FirstStep(at=at, job_id=f"job-{node}") for at, node in ((118, "c"), (118, "d"), (128, "e"))]
 
 
@@ -98,11 +98,11 @@ def test_learned_curves(tmp_path: Path) -> None:
 
 
 def test_runs_from_words() -> None:
-    found = parse_runs("2x64:VGG16;1x2-8,in=b:AlexNet", ("a", "b"))
-    assert [(p.run, p.min_nodes, p.max_nodes) for p in found] == [("r1", 1, 64), ("r2", 1, 64), ("r3", 2, 8)]
-    assert [p.partitions for p in found] == [("a", "b"), ("a", "b"), ("b",)]
-    assert speeds(found[2])[:2] == (0.0, 0.0)
-    assert len(speeds(found[2])) == 9
+    plans = parse_runs("2x64:VGG16;1x2-8,in=b:AlexNet", ("a", "b"))
+    assert [(p.run, p.min_nodes, p.max_nodes) for p in plans] == [("r1", 1, 64), ("r2", 1, 64), ("r3", 2, 8)]
+    assert [p.partitions for p in plans] == [("a", "b"), ("a", "b"), ("b",)]
+    assert speeds(plans[2])[:2] == (0.0, 0.0)
+    assert len(speeds(plans[2])) == 9
     for words in ("", "10", "x4:VGG16", "0x4:VGG16", "1x9-3:VGG16", "1x4", "1x4,in=:VGG16"):
         with pytest.raises(FallowError, match="COUNTxNODES:CURVE"):
             parse_runs(words)
@@ -126,13 +126,13 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
         )
         for n, curve in enumerate(curves)
     ]
-    known = [speeds(plan) for plan in some]
+    curves = [speeds(plan) for plan in some]
     for n, (work, value) in enumerate(zip(*best_shares(some, nodes), strict=True)):
-        ways = [way for way in product(*(range(len(speed)) for speed in known)) if sum(way) <= n]
-        worth = {way: sum(log1p(speed[m]) for speed, m in zip(known, way, strict=True)) for way in ways}
+        ways = [way for way in product(*(range(len(speed)) for speed in curves)) if sum(way) <= n]
+        worth = {way: sum(log1p(speed[m]) for speed, m in zip(curves, way, strict=True)) for way in ways}
         fairest = [way for way in ways if worth[way] >= max(worth.values()) - 1e-9]
         assert value == pytest.approx(max(worth.values()))
-        works = [sum(speed[m] for speed, m in zip(known, way, strict=True)) for way in fairest]
+        works = [sum(speed[m] for speed, m in zip(curves, way, strict=True)) for way in fairest]
         assert any(abs(work - other) < 1e-9 for other in works)
 
 
