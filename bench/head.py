@@ -100,7 +100,8 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
                     act()
                     end = await _wait_for_switch(players, before, least)
                     begin = node.change_moment or end
-                    figures = {("last switch order", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
+                    figures = {("last switch order", "s"): end.at - begin.at}
+                    figures["head's loop", "s"] = _loop_s(head) - loop_s
                     figures["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
                     figures |= {
                         (kind, "MB"): (size_bytes - begin.sent_bytes[kind]) / 1e6

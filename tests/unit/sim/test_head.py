@@ -64,5 +64,5 @@ def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
 def test_what_slurm_refuses_is_left_alone_for_longer_and_longer() -> None:
     engine = cluster(4, preempt=True, refuses_until=BEGIN + 200.0)
     head = played(engine, linear(most=4), 700.0)
-    assert engine.submit_times[:3] == [0.3, 90.3, 240.3], "with the first poll a minute later, and two minutes after that"
+    assert engine.submit_times[:3] == [0.3, 90.3, 240.3], "at the first poll, a minute later, and two minutes later"
     assert head.runs.members("r0") == 4
