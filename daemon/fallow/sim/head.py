@@ -131,17 +131,15 @@ class VirtualHead(Head):
             run = self._registry.runs[run_id]
             run.roster.unwritten.clear()
             for allocation in run.live_allocations():
-                is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
-                if is_told and allocation.token not in self._leaving_tokens:
+                must_leave = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
+                if must_leave and allocation.token not in self._leaving_tokens:
                     self._start_leaving(run, allocation)
             self._schedule_deadline(run)
 
     def _schedule_deadline(self, run: Run) -> None:
-        at, (before, timer) = (
-            deadlines.next_at(run, self._config.membership),
-            self._deadline_timers.get(run.id, (inf, None)),
-        )
-        if at != before:
+        at = deadlines.next_at(run, self._config.membership)
+        scheduled_at, timer = self._deadline_timers.get(run.id, (inf, None))
+        if at != scheduled_at:
             if timer is not None:
                 timer.cancel()
             self._deadline_timers[run.id] = at, self.loop.post(at, self._watch_deadlines, run) if at < inf else None
@@ -235,12 +233,12 @@ class _InstantMachine(Machine):
         self._pause_s = pause_s
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
-        nodes, then = self.roster.nodes, list[ev.Instruction]()
+        nodes, instructions = self.roster.nodes, list[ev.Instruction]()
         match event:
             case ev.Expected():
-                then.append(self._expect_node(event))
+                instructions.append(self._expect_node(event))
             case ev.Reported(report=report):
-                then.append(self._join(report))
+                instructions.append(self._join(report))
             case ev.Ends() if event.node in nodes:
                 nodes[event.node].ends_at = event.ends_at
             case ev.Release():
@@ -248,7 +246,7 @@ class _InstantMachine(Machine):
                     nodes[number].leaving = event.reason
             case ev.NodeEnded() if event.node in nodes:
                 self._forget(nodes[event.node])
-        return then
+        return instructions
 
     def _expect_node(self, event: ev.Expected) -> ev.Admitted:
         root = self.roster.root

@@ -125,11 +125,9 @@ class Cluster:
         """Nodes on which the job, or its share of each node, fits beside the present jobs."""
         if job.is_exclusive:
             return self.empty_nodes & self.with_slots(job.slots)
-        return (
-            self.nodes_with_free[max(1, job.slots)] & ~self.drained_nodes
-            if job.slots < len(self.nodes_with_free)
-            else 0
-        )
+        if job.slots >= len(self.nodes_with_free):
+            return 0
+        return self.nodes_with_free[max(1, job.slots)] & ~self.drained_nodes
 
     def nodes_for(self, job: Job, candidates: int) -> int:
         """Nodes among `candidates` on which the job can start now; 0: there are not enough.
