@@ -122,7 +122,7 @@ def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[
 
 def site(testbed: Testbed) -> Site:
     nodes, layout = testbed.layout.node_names, testbed.layout
-    told = dict(
+    slurm_config = dict(
         (part.strip() for part in line.split("=", 1))
         for line in testbed.slurm("scontrol", "show", "config").splitlines()
         if "=" in line
@@ -136,9 +136,9 @@ def site(testbed: Testbed) -> Site:
         nodes=tuple(SimNode(node=node, gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
         scheduler=Scheduler.from_parameters(
-            told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)
+            slurm_config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)
         ),
-        preempt_type="" if layout.profile is Profile.PLAIN else told["PreemptType"],
+        preempt_type="" if layout.profile is Profile.PLAIN else slurm_config["PreemptType"],
     )
 
 

@@ -126,13 +126,13 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
         )
         for n, curve in enumerate(curves)
     ]
-    curves = [speeds(plan) for plan in some]
+    run_speeds = [speeds(plan) for plan in some]
     for n, (work, value) in enumerate(zip(*best_shares(some, nodes), strict=True)):
-        ways = [way for way in product(*(range(len(speed)) for speed in curves)) if sum(way) <= n]
-        worth = {way: sum(log1p(speed[m]) for speed, m in zip(curves, way, strict=True)) for way in ways}
+        ways = [way for way in product(*(range(len(speed)) for speed in run_speeds)) if sum(way) <= n]
+        worth = {way: sum(log1p(speed[m]) for speed, m in zip(run_speeds, way, strict=True)) for way in ways}
         fairest = [way for way in ways if worth[way] >= max(worth.values()) - 1e-9]
         assert value == pytest.approx(max(worth.values()))
-        works = [sum(speed[m] for speed, m in zip(curves, way, strict=True)) for way in fairest]
+        works = [sum(speed[m] for speed, m in zip(run_speeds, way, strict=True)) for way in fairest]
         assert any(abs(work - other) < 1e-9 for other in works)
 
 
