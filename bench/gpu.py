@@ -1,7 +1,7 @@
 """Run the tests and the benchmarks on this machine's GPUs, in less than ten minutes, and write one JSON file.
 
-python -m bench.gpu --out gpu.json            # what `make bench-gpu` does
-python -m bench.gpu --device fake             # tries this on the tests' stand-in: no figure means anything
+python -m bench.gpu --out gpu.json            # same as `make bench-gpu`
+python -m bench.gpu --device fake             # tries this script on the tests' fake device; figures mean nothing
 """
 
 import argparse
@@ -20,10 +20,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S, TESTS_S = 530.0, 330.0
-"""For everything together, and of it for the tests, at most."""
+"""Longest duration of the whole run, and of its tests."""
 
 END_S = 40.0
-"""What has not ended so long after its time is killed."""
+"""Time from SIGINT to SIGKILL for a command that is over its limit."""
 
 TESTS = "-m pytest -q -p no:cacheprovider -rfEs tests/gpu"
 BENCHES = [
@@ -35,11 +35,11 @@ BENCHES = [
     (2, "steady reproducible --members 2 --params 100 --n 16"),
     (4, "pause recovery --members 2 --params 100 --n 4"),
 ]
-"""GPUs that a benchmark needs for its sums to stay on them, and its words. Time may be up before the last one."""
+"""(GPUs that the benchmark needs to sum gradients on them, arguments). Time may be up before the last one."""
 
 LARGE, BYTES = 1000, 25
-"""Millions of parameters of the model whose state goes from one worker to another, and what each takes of a GPU's
-memory in each worker: weights 2, optimizer 12, sums 2; the rest is margin."""
+"""Millions of parameters of the largest model, and bytes of GPU memory per parameter in each worker: weights 2,
+optimizer 12, sums 2, and a margin."""
 
 FACTS = """import json, platform, subprocess, torch
 def printed(*command):
@@ -56,7 +56,7 @@ print(json.dumps(facts))
 
 
 def large(free_gib: float) -> int:
-    """Millions of parameters of which a GPU with so much free memory holds two workers, at most `LARGE`."""
+    """Millions of parameters, at most `LARGE`, of a model of which two workers fit into `free_gib`."""
     return min(LARGE, max(25, int(free_gib * 2**30 / (2 * BYTES * 1e6)) // 25 * 25))
 
 
@@ -64,26 +64,26 @@ def run(words: str, environ: Mapping[str, str], limit_s: float) -> dict[str, Any
     """Run Python with these arguments.
 
     Returns:
-        The command and its seconds, what it printed (`rows` if it is JSON, else its last lines as `output`), and in
-        `failed` why it did not come to its end.
+        The command, its `seconds`, its output (`rows` if it is JSON, else the last lines as `output`), and the reason
+        if it failed (`failed`).
     """
-    found: dict[str, Any] = {"command": f"python {words}"}
+    report: dict[str, Any] = {"command": f"python {words}"}
     if limit_s < 1.0:
-        return found | {"failed": f"not begun: {LIMIT_S:g} s were over"}
-    print(f"gpu: {found['command'].splitlines()[0]}", file=sys.stderr, flush=True)
+        return report | {"failed": f"not started: {LIMIT_S:g} s were over"}
+    print(f"gpu: {report['command'].splitlines()[0]}", file=sys.stderr, flush=True)
     began = time.monotonic()
-    # SIGINT has a benchmark end by itself, with what it started and with the rows that are complete.
+    # After SIGINT a benchmark ends its processes and prints the complete rows.
     limit = ["timeout", "--foreground", "--signal=INT", f"--kill-after={END_S:g}", f"{limit_s:.1f}"]
     argv = [*limit, sys.executable, *shlex.split(words)]
-    done = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
-    found["seconds"] = round(time.monotonic() - began, 1)
-    if done.returncode:
+    process = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    report["seconds"] = round(time.monotonic() - began, 1)
+    if process.returncode:
         cut_off = time.monotonic() - began >= limit_s
-        found["failed"] = f"cut off: its {limit_s:.0f} s were over" if cut_off else f"exit code {done.returncode}"
+        report["failed"] = f"cut off: its {limit_s:.0f} s were over" if cut_off else f"exit code {process.returncode}"
     try:
-        return found | {"rows": json.loads(done.stdout)}
+        return report | {"rows": json.loads(process.stdout)}
     except json.JSONDecodeError:
-        return found | {"output": done.stdout.splitlines()[-100:]}
+        return report | {"output": process.stdout.splitlines()[-100:]}
 
 
 def main() -> int:
@@ -95,28 +95,28 @@ def main() -> int:
     tests = environ = {**os.environ, "FALLOW_TEST_DEVICE": args.device, "FALLOW_REQUIRE_ACCELERATOR": "1"}
     end = time.monotonic() + LIMIT_S
     with tempfile.TemporaryDirectory(prefix="fallow-gpu-") as folder:
-        if args.device == "fake":  # it comes as packages for real devices do
+        if args.device == "fake":  # torch loads the fake device as an installed backend package
             sys.path.insert(0, str(ROOT / "tests"))
             environ = importlib.import_module("accelerator.autoload").environment(Path(folder, "backend"), tests)
         device = run(f"-c {shlex.quote(FACTS)}", environ, LIMIT_S).get("rows", {})
         if not device.get("count"):
-            print("gpu: torch finds no GPU; nvidia-smi and torch's build say why", file=sys.stderr)
+            print("gpu: torch finds no GPU. Check nvidia-smi and torch.version.cuda.", file=sys.stderr)
             return 1
         made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        found: dict[str, Any] = {"kind": args.device, "made_at": made_at, "device": device}
-        found |= {"tests": run(TESTS, tests, TESTS_S), "figures": []}
+        report: dict[str, Any] = {"kind": args.device, "made_at": made_at, "device": device}
+        report |= {"tests": run(TESTS, tests, TESTS_S), "figures": []}
         for gpus, words in BENCHES:
             words = words.format(large=large(device.get("free_gib", 0)))
             if args.device == "fake":
                 words = re.sub(r"--params \d+ --n \d+", "--params 0.1 --n 2", words)
             bench = f"-m bench --json --device {args.device} {words}"
             if gpus <= device["count"]:
-                found["figures"].append(run(bench, environ, end - time.monotonic()))
+                report["figures"].append(run(bench, environ, end - time.monotonic()))
             else:
-                found["figures"].append({"command": f"python {bench}", "needs": f"{gpus} GPUs"})
-            # After each: what is known must outlive a machine that is taken away.
-            args.out.write_text(json.dumps(found, indent=2) + "\n")
-    return int(any("failed" in each for each in [found["tests"], *found["figures"]]))
+                report["figures"].append({"command": f"python {bench}", "needs": f"{gpus} GPUs"})
+            # Write after each benchmark: the machine may be taken away.
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return int(any("failed" in each for each in [report["tests"], *report["figures"]]))
 
 
 if __name__ == "__main__":

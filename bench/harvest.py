@@ -1,8 +1,8 @@
-"""The same jobs of others on two private Slurms side by side, with and without Fallow.
+"""The same jobs of other users on two private Slurms side by side, with and without Fallow.
 
-Both see the same jobs at the same times, a job in place of the base allocation included. What Slurm says each second
-about jobs and nodes is all that the figures are made of, but for who trains: that says the head.
-*Usable* holes (`fallow.demo.holes`) are longer than a start-up: in a shorter one no training can begin.
+Both Slurms get the same jobs at the same times. The Slurm without Fallow runs a sleeping job in place of the base
+allocation. All figures are from Slurm's jobs and nodes, polled each second; only the training nodes are from the head.
+*Usable* holes (`fallow.demo.holes`) are longer than a start-up: no training can begin in a shorter hole.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.rows import Row, Settings, ours, progress
+from bench.rows import Row, Settings, progress, summarize
 from bench.session import command
 from fallow.core.holes import is_idle
 from fallow.demo.holes import HoleWatch, waits_s
@@ -27,10 +27,10 @@ NODES, SHARDS, SHARD_S = 8, 32, 0.04
 
 LOOK_S = 1.0
 PATIENCE_S = 300.0
-"""With the first step of the training."""
+"""Longest wait for the first step of the training."""
 
 LOAD = {"utilisation": 0.6, "mean": 60.0}
-"""Jobs of a minute. A start-up is to them about what 30 s are to the holes of a large site."""
+"""Jobs of a minute. A start-up relative to these jobs is like 30 s relative to the holes of a large site."""
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=training --partition=normal --exclusive --time=1440
@@ -41,7 +41,7 @@ fallow run -- {command}
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """Rows for the idle time, for holes and for others' jobs. Takes `settings.seconds` and a minute; Ctrl-C ends it."""
+    """Rows for idle time, holes, and delays of other jobs. Takes `settings.seconds` and a minute; Ctrl-C ends it."""
     with tempfile.TemporaryDirectory(prefix="fallow-harvest-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         with (
@@ -52,7 +52,7 @@ def run(settings: Settings) -> Iterator[Row]:
 
 
 async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings) -> list[Row]:
-    """Play on both testbeds."""
+    """Run the training and the other jobs on both testbeds."""
     head_settings = {
         "FALLOW_SLURM__POLL_INTERVAL_S": "10",
         "FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION": "true" if settings.profile == "plain" else "false",
@@ -75,17 +75,17 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
     jobs: dict[str, dict[str, JobInfo]] = {name: {} for name in beds}
     watch, began = HoleWatch(), time.time()
     try:
-        with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C: what is known so far is worth telling
+        with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C: report the figures so far
             while time.time() - began < settings.seconds:
                 await asyncio.sleep(LOOK_S)
                 try:
                     looks = await asyncio.gather(*(CliClient(each.conf).poll() for each in beds.values()))
                     snapshot = await control.call("status", Snapshot)
-                except FallowError as error:  # the next look may be good
+                except FallowError as error:  # the next poll may succeed
                     progress(f"harvest: {error}")
                     continue
-                for cluster, seen in zip(looks, jobs.values(), strict=True):
-                    seen.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
+                for cluster, user_jobs in zip(looks, jobs.values(), strict=True):
+                    user_jobs.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
                 owners = owners_in(looks[0], base)
                 watch.look(looks[0].at, owners, members_of(snapshot.runs[0]))
                 progress(f"harvest: {time.time() - began:.0f} s, {len(watch.holes)} holes")
@@ -100,41 +100,47 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
 
 
 def rows(watch: HoleWatch, later: list[float], delayed: DelayReport) -> Iterator[Row]:
-    """What was measured, as rows; a figure of nothing has none."""
+    """The figures as rows. A figure without measurements has no row."""
     start_up_s = watch.start_up_s or 0.0
-    idle, used = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
-    if idle:
-        usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
-        yield Row(name="idle time trained", unit="of it", ours=ours([used / idle]), note=usable)
+    idle_s, trained_s = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
+    if idle_s:
+        usable = f"{trained_s:.0f} of {idle_s:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
+        yield Row(name="idle time trained", unit="of it", ours=summarize([trained_s / idle_s]), note=usable)
     if waits := waits_s(hole for hole in watch.holes if hole.left_by_others):
-        yield Row(name="hole to first step", ours=ours(waits), note=f"{len(watch.holes)} holes")
+        yield Row(name="hole to first step", ours=summarize(waits), note=f"{len(watch.holes)} holes")
     if later:
         most = f"at most {max(later):.0f} s later than without Fallow; the head counts {delayed.jobs} delayed, "
         most += f"p95 {delayed.p95_s:.1f} s, at most {delayed.max_s:.1f} s"
-        yield Row(name="others' jobs later", ours=ours(later), note=most)
+        yield Row(name="others' jobs later", ours=summarize(later), note=most)
 
 
 def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:
-    """Whose each node is, by what Slurm says of jobs. The base job counts as others': it is not harvested.
+    """The owner of each node according to Slurm. The base job counts as another user's: its nodes are not harvested.
 
-    A node in use whose job the other half of the poll does not show (yet) is left out.
+    A busy node whose job is not in the poll is left out: `squeue` and `scontrol` run one after the other.
     """
-    used = {node.node for node in cluster.nodes if {node.state, *node.flags} & {"ALLOCATED", "MIXED", "COMPLETING"}}
-    unused = [node for node in cluster.nodes if node.node not in used]
+    nodes_in_use = {
+        node.node for node in cluster.nodes if {node.state, *node.flags} & {"ALLOCATED", "MIXED", "COMPLETING"}
+    }
+    unused = [node for node in cluster.nodes if node.node not in nodes_in_use]
     owners = {node.node: NodeOwner.IDLE if is_idle(node) else NodeOwner.DOWN for node in unused}
-    held = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
-    ours = [job for job in held if job.name.startswith("fallow-") and job.job_id != base]
-    owners |= {node: NodeOwner.OURS for job in ours for node in job.nodes}
-    return owners | {node: NodeOwner.OTHERS for job in held if job not in ours for node in job.nodes}
+    active_jobs = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
+    our_jobs = [job for job in active_jobs if job.name.startswith("fallow-") and job.job_id != base]
+    owners |= {node: NodeOwner.OURS for job in our_jobs for node in job.nodes}
+    return owners | {node: NodeOwner.OTHERS for job in active_jobs if job not in our_jobs for node in job.nodes}
 
 
-def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) -> list[float]:
-    """By how much each job waited longer with Fallow. One that has not started counts with its wait up to now."""
+def later_s(with_fallow: dict[str, JobInfo], without_fallow: dict[str, JobInfo], until: float) -> list[float]:
+    """Seconds that each job waited longer with Fallow. The wait of a pending job ends at `until`."""
 
     def wait_s(job: JobInfo) -> float:
-        # One that was cancelled while it waited has a start in Slurm's books, but no nodes.
+        # A job that was cancelled while pending has a start time in Slurm, but no nodes.
         start = job.start_at if job.nodes and job.start_at is not None else until
         return min(start, until) - (job.submit_at or until)
 
-    started = [name for name in ours.keys() & theirs.keys() if ours[name].nodes or theirs[name].nodes]
-    return [wait_s(ours[name]) - wait_s(theirs[name]) for name in started]
+    started = [
+        name
+        for name in with_fallow.keys() & without_fallow.keys()
+        if with_fallow[name].nodes or without_fallow[name].nodes
+    ]
+    return [wait_s(with_fallow[name]) - wait_s(without_fallow[name]) for name in started]

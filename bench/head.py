@@ -1,14 +1,14 @@
-"""What one head bears.
+"""The load that one head can carry.
 
-`head`: a change of the membership in a run of a thousand nodes with eight workers each. The head is a real one in a
-process of its own, with its store, its encrypted socket and everybody's heartbeats. The agents are played
-(`bench.played_agents`): they answer at once for their workers. All share this machine's cores. A node's workers are
-killed: the others prepare a group without them. Then workers are started anew there, and all prepare a group with
-them. A change lasts from the agent's word that sets it off until the last node is told to switch.
+`head`: a membership change in a run of 1,000 nodes with 8 workers each. The head is a real one in its own process, with
+its store, its encrypted socket and all heartbeats. The agents are simulated (`bench.played_agents`): they answer at
+once for their workers. All share this machine's cores. First the workers of one node are killed, and the other nodes
+form a group without it. Then the workers of that node start again, and all nodes form a group. A change lasts from the
+agent's message that triggers it until the last node has the order to switch.
 
-`scale`: how the head's work grows with the cluster, up to 10,000 nodes and 1,000 runs, in processor time. What follows
-from a poll is decided by the head's own code in virtual time (`fallow.sim`), on a made-up cluster of eight partitions,
-seven in ten nodes used by others, while runs take the idle nodes one after the other.
+`scale`: the processor time of the head in clusters of up to 10,000 nodes and 1,000 runs. The head's own code decides
+after each poll, in virtual time (`fallow.sim`). The synthetic cluster has eight partitions. Other users have seven of
+ten nodes, and the runs absorb the idle ones.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from bench.played_agents import Moment, Players
-from bench.rows import Row, Settings, ours, progress
+from bench.rows import Row, Settings, progress, summarize
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.local.headprocess import HeadProcess
@@ -33,7 +33,7 @@ from fallow.sim.published import CURVES, IN_PLACE
 from fallow.sim.simulate import play
 from fallow.sim.slurm.engine import SlurmSim
 from fallow.sim.traces.recorded import Window
-from fallow.sim.traces.sites import harvested, made_up
+from fallow.sim.traces.sites import harvested_partitions, synthetic_site
 from fallow.sim.types import Options, RunPlan, SimJob
 from fallow.testbed.load import make_jobs
 
@@ -44,41 +44,41 @@ PATIENCE_S = 120.0
 LOOK_S = 0.002
 
 SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 600.0), (10_000, 1_000, 120.0))
-"""(nodes, runs, virtual seconds that are played)."""
+"""(nodes, runs, virtual seconds)."""
 
 PARTITIONS = 8
-USED = 0.7
-"""Of the nodes, by others."""
+USED_SHARE = 0.7
+"""Share of the nodes that other users have."""
 
 MEAN_S = 7200.0
-"""Length of the others' jobs on average; the longest is eight times that."""
+"""Mean duration of other users' jobs; the longest is eight times as long."""
 
 OPTIONS = Options(costs=IN_PLACE)
 
 Figures = dict[tuple[str, str], list[float]]
-"""Name and unit of a row -> what was measured."""
+"""(name, unit) of a row -> measurements."""
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """Rows for kills and for newcomers, and for the head's memory and its work at rest."""
+    """Rows for kills, for joins, for the head's memory, and for its processor time at rest."""
     times = settings.n or TIMES
-    progress(f"head: {NODES} nodes with {SLOTS} workers each, {times} are killed and started anew")
+    progress(f"head: {NODES} nodes with {SLOTS} workers each; {times} are killed and restarted")
     for (name, unit), values in asyncio.run(measure(NODES, SLOTS, times)).items():
-        yield Row(name=name, members=NODES, unit=unit, ours=ours(values))
+        yield Row(name=name, members=NODES, unit=unit, ours=summarize(values))
 
 
 async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S) -> Figures:
-    """Play nodes of a head.
+    """Simulate the nodes of a head, and measure the head.
 
     Args:
-        nodes: of all runs, each with an agent of its own.
-        slots: workers on each.
-        times: so many nodes are killed one after the other; more than 0 only with one run.
-        runs: trainings.
-        rest_s: for so long nothing happens, at least.
+        nodes: number of nodes of all runs together, each with its agent.
+        slots: workers of each node.
+        times: number of nodes that are killed and restarted one after the other; 0 if there are several runs.
+        runs: number of runs.
+        rest_s: least duration of the measurement at rest, in seconds.
 
     Raises:
-        FallowError: the head did not start, or a generation did not reach all.
+        FallowError: the head did not start, or a generation did not reach all nodes.
     """
     with tempfile.TemporaryDirectory(prefix="fallow-bench-", ignore_cleanup_errors=True) as scratch:
         head = HeadProcess.private(Path(scratch), {**os.environ, "FALLOW_SLURM__CLIENT": "none"})
@@ -92,22 +92,26 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
             while not busy_s:
                 await asyncio.sleep(rest_s)
                 busy_s = _loop_s(head) - began_s
-            found: Figures = {("head at rest", "cores"): [busy_s / (time.monotonic() - began_at)]}
+            results: Figures = {("head at rest", "cores"): [busy_s / (time.monotonic() - began_at)]}
             for number in range(times):
                 node = players.nodes[number * nodes // times]
                 for name, act, least in (("kill", node.kill, nodes - 1), ("absorb", node.start, nodes)):
-                    before, loop_s, durable = max(players.told), _loop_s(head), _durable_bytes(head)
+                    before, loop_s, durable = max(players.switch_counts), _loop_s(head), _durable_bytes(head)
                     act()
-                    end = await _all_told(players, before, least)
-                    begin = node.changed or end
-                    figures = {("all told", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
+                    end = await _wait_for_switch(players, before, least)
+                    begin = node.change_moment or end
+                    figures = {("last switch order", "s"): end.at - begin.at}
+                    figures["head's loop", "s"] = _loop_s(head) - loop_s
                     figures["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
-                    figures |= {(kind, "MB"): (sent - begin.sent[kind]) / 1e6 for kind, sent in end.sent.items()}
+                    figures |= {
+                        (kind, "MB"): (size_bytes - begin.sent_bytes[kind]) / 1e6
+                        for kind, size_bytes in end.sent_bytes.items()
+                    }
                     for (what, unit), value in figures.items():
-                        found.setdefault((f"{name}: {what}", unit), []).append(value)
+                        results.setdefault((f"{name}: {what}", unit), []).append(value)
                     await _settle(control)
             most = next(line for line in _proc(head, "status").splitlines() if line.startswith("VmHWM"))
-            return found | {("head's memory", "MB"): [int(most.split()[1]) * 1024 / 1e6]}
+            return results | {("head's memory", "MB"): [int(most.split()[1]) * 1024 / 1e6]}
         finally:
             players.close()
             await control.aclose()
@@ -115,13 +119,13 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
 
 
 async def _create(control: ControlClient, name: str, nodes: int) -> str:
-    """Make a run of so many nodes; returns the path of its key file."""
+    """Create a run of `nodes` nodes. Returns the path of its key file."""
     spec = RunSpec(run="", name=name, min_nodes=nodes, max_nodes=nodes)
     return (await control.call("create_run", NewRun, spec=msgspec.to_builtins(spec))).key_file
 
 
 async def _settle(control: ControlClient) -> None:
-    """Wait until all runs train, and all their nodes have switched and have said so."""
+    """Wait until all runs train and no change is in progress."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             runs = (await control.call("status", Snapshot)).runs
@@ -130,10 +134,12 @@ async def _settle(control: ControlClient) -> None:
             await asyncio.sleep(0.5)
 
 
-async def _all_told(players: Players, before: int, least: int) -> Moment:
-    """Wait until so many nodes have been told to switch to a generation after `before`; returns when that was."""
+async def _wait_for_switch(players: Players, before: int, least: int) -> Moment:
+    """Wait until `least` nodes have the order to switch to a generation after `before`. Returns that moment."""
     end = time.monotonic() + PATIENCE_S
-    while not any(generation > before and told >= least for generation, told in players.told.items()):
+    while not any(
+        generation > before and node_count >= least for generation, node_count in players.switch_counts.items()
+    ):
         if time.monotonic() > end:
             raise FallowError(f"no generation reached {least} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
         await asyncio.sleep(LOOK_S)
@@ -154,27 +160,27 @@ def _durable_bytes(head: HeadProcess) -> int:
 
 
 def run_scale(settings: Settings) -> Iterator[Row]:
-    """Rows for deciding and for listening, per size."""
+    """Rows for the time of decisions and for the load at rest, for each size."""
     for nodes, runs, lasts_s in SIZES:
         progress(f"scale: {nodes} nodes, {runs} runs")
         yield from measure_size(nodes, runs, lasts_s, REST_S)
 
 
 def measure_size(nodes: int, runs: int, lasts_s: float, rest_s: float) -> list[Row]:
-    """One size; heartbeats are counted for `rest_s`."""
+    """Rows of one size. The load of heartbeats is measured for `rest_s`."""
     polls, note = decide(nodes, runs, lasts_s)
-    held = max(runs, round((1 - USED) * nodes))
-    rest = asyncio.run(measure(held, SLOTS, 0, runs=runs, rest_s=rest_s))
-    (memory,), cores = rest["head's memory", "MB"], ours(rest["head at rest", "cores"])
-    beats = f"heartbeats and ticks of {held} nodes with {SLOTS} workers each; {memory:.0f} MB resident"
+    run_nodes = max(runs, round((1 - USED_SHARE) * nodes))
+    idle_figures = asyncio.run(measure(run_nodes, SLOTS, 0, runs=runs, rest_s=rest_s))
+    (memory,), cores = idle_figures["head's memory", "MB"], summarize(idle_figures["head at rest", "cores"])
+    beats = f"heartbeats and ticks of {run_nodes} nodes with {SLOTS} workers each; {memory:.0f} MB resident"
     return [
-        Row(name="deciding after a poll", members=nodes, ours=ours(polls), note=f"{runs} runs; {note}"),
-        Row(name="head at rest", members=held, unit="cores", ours=cores, note=beats),
+        Row(name="deciding after a poll", members=nodes, ours=summarize(polls), note=f"{runs} runs; {note}"),
+        Row(name="head at rest", members=run_nodes, unit="cores", ours=cores, note=beats),
     ]
 
 
 class TimedHead(VirtualHead):
-    """Notes the processor time of what it decides after each poll."""
+    """A head that records the processor time of its decisions after each poll."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -188,27 +194,29 @@ class TimedHead(VirtualHead):
 
 
 def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
-    """Play so long. Returns the seconds of each poll that was taken in, and what else was found, in words."""
+    """Play `lasts_s` virtual seconds. Returns the processor seconds after each poll, and further figures as text."""
     groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}
-    site = made_up("scale", groups, 8, Window())
-    most = max(2, math.ceil(2 * (1 - USED) * nodes / runs))
-    rates, within = [CURVES[name] for name in sorted(CURVES)], harvested(site)
+    site = synthetic_site("scale", groups, 8, Window())
+    most = max(2, math.ceil(2 * (1 - USED_SHARE) * nodes / runs))
+    rates, within = [CURVES[name] for name in sorted(CURVES)], harvested_partitions(site)
     limits: dict[str, Any] = {"min_nodes": 1, "max_nodes": most, "partitions": within}
     plans = [RunPlan(run=f"r{number}", rate=rates[number % len(rates)], **limits) for number in range(runs)]
-    virtual = TimedHead(SlurmSim(site, 0, 0.0, iter(others(groups, lasts_s))), plans, OPTIONS)
+    virtual = TimedHead(SlurmSim(site, 0, 0.0, iter(jobs_of_others(groups, lasts_s))), plans, OPTIONS)
     play(virtual, lasts_s)
     training = sum(virtual.runs.members(plan.run) for plan in plans)
     requests = virtual.meter.score().slurmctld_rpcs_per_min
     per_min = f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {requests:.0f} requests a minute"
-    return virtual.polls_s, f"{per_min}; {training} nodes train in the end"
+    return virtual.polls_s, f"{per_min}; {training} nodes train at the end"
 
 
-def others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
-    """Jobs that keep `USED` of each partition's nodes busy. Some came before the begin, and still run."""
+def jobs_of_others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
+    """Jobs that keep `USED_SHARE` of each partition's nodes busy. Some started earlier and run at the begin."""
     before_s, jobs = 8 * MEAN_S, list[SimJob]()
     for number, (group, names) in enumerate(groups.items()):
-        made = make_jobs(number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED, mean_s=MEAN_S)
-        for job in made:
+        group_jobs = make_jobs(
+            number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED_SHARE, mean_s=MEAN_S
+        )
+        for job in group_jobs:
             at, end = max(0.0, job.at_s - before_s), job.at_s - before_s + job.runs_s
             if end > at + 1.0:
                 what: dict[str, Any] = {"runs_s": end - at, "limit_s": min(86400.0, 60.0 * job.limit_minutes)}

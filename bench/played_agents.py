@@ -1,4 +1,4 @@
-"""Play the agents of many nodes towards a real head. They say what real agents say, at once, and compute nothing."""
+"""Simulated agents of many nodes for a real head. They answer at once, and compute nothing."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from fallow.model import HeadFile, KeyFile
 from fallow.wire.codec import Decoder, encode
 
 PART_BYTES = 8
-"""What each worker tells the others when a group is built. Where it listens they know from its agent's `Hello`."""
+"""Bytes that each worker sends to the others when a group forms. Its address is already in its agent's `Hello`."""
 
 _ENTRY = f"10.123.200.17:49152:{'5' * 32}"
 _CONTRACT = Contract(signature="5" * 64, shards=1 << 20, global_batch=1 << 20, layout=("weight float32[1024, 1024]",))
@@ -32,29 +32,29 @@ _NOBLOCK = int(zmq.NOBLOCK)
 
 
 class Moment(NamedTuple):
-    """What had happened at a moment."""
+    """A time and the traffic up to it."""
 
     at: float
     "seconds of CLOCK_MONOTONIC"
-    sent: Counter[str]
-    "kind of message -> bytes in both directions so far, before encryption"
+    sent_bytes: Counter[str]
+    "kind of message -> bytes in both directions, before encryption"
 
 
 class Players:
-    """All nodes that are played, in the loop that makes them.
+    """All simulated nodes, in the event loop that creates them.
 
     Args:
-        nodes: how many. Node number i belongs to the run of key file i modulo their number.
-        slots: workers on each.
-        key_files: one a run.
+        nodes: number of nodes; node i belongs to the run of key file i modulo `len(key_files)`.
+        slots: workers of each node.
+        key_files: one path for each run.
     """
 
     def __init__(self, nodes: int, slots: int, key_files: Sequence[str]) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self.sent: Counter[str] = Counter()
-        self.told: Counter[int] = Counter()
-        "generation -> nodes that were told to switch to it"
+        self.sent_bytes: Counter[str] = Counter()
+        self.switch_counts: Counter[int] = Counter()
+        "generation -> number of nodes with the order to switch to it"
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent)
         self._decoded: tuple[bytes, ToAgent] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -62,11 +62,11 @@ class Players:
         files = [read_struct(Path(name), KeyFile) for name in key_files]
         self.nodes = [Node(self, files[number % len(files)], number, slots) for number in range(nodes)]
         for number, node in enumerate(self.nodes):
-            # Heartbeats are spread over a second.
+            # Spread the heartbeats over a second.
             asyncio.get_running_loop().call_later(number / nodes, node.beat)
 
     def now(self) -> Moment:
-        return Moment(time.monotonic(), self.sent.copy())
+        return Moment(time.monotonic(), self.sent_bytes.copy())
 
     def close(self) -> None:
         """End all nodes."""
@@ -75,7 +75,7 @@ class Players:
         self._context.destroy(linger=0)
 
     def connect(self, file: KeyFile) -> zmq.Socket[bytes]:
-        """A connection of an agent's own."""
+        """The connection of one agent to the head."""
         head = read_struct(Path(file.head_file), HeadFile)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.CURVE_SERVERKEY, head.public_key.encode())
@@ -85,14 +85,14 @@ class Players:
         return socket
 
     def decode(self, data: bytes) -> ToAgent:
-        """Each node has to open what all are told; here it is opened once, as all share the head's processors."""
+        """Decode a message. A message to all nodes is decoded once, because all nodes share the head's CPUs."""
         if self._decoded is None or self._decoded[0] != data:
             self._decoded = data, self._decoder.decode(data)
         return self._decoded[1]
 
 
 class Node:
-    """An agent. Its workers vote for every group, and switch as soon as they are told to."""
+    """An agent. Its workers vote for every group, and switch as soon as they have the order."""
 
     def __init__(self, players: Players, file: KeyFile, number: int, slots: int) -> None:
         self._players, self._beat_s = players, 1.0
@@ -110,26 +110,29 @@ class Node:
         asyncio.get_running_loop().add_reader(self.socket.FD, self._receive)
 
     def start(self) -> None:
-        """Workers start: the first, or others, as the head has wanted since those before have ended."""
+        """Start the workers, for the first time or again."""
         self._hello = replace(self._hello, boot=self._hello.boot + 1)
         self._alive, self._order = True, _NOTHING
-        self._said = Report(node=0, boot=self._hello.boot, seq=0, term=0, edition=0)
-        self.changed: Moment | None = None
-        "when its workers were ready, or were killed"
+        self._last_report = Report(node=0, boot=self._hello.boot, seq=0, term=0, edition=0)
+        self.change_moment: Moment | None = None
+        "moment at which its workers became ready or were killed"
 
     def kill(self) -> None:
-        """The workers' processes are gone."""
-        self._alive, self.changed = False, self._players.now()
-        self._say(Ended(node=self._said.node, boot=self._hello.boot, code=None, signal=9, report=self._said), "reports")
+        """Kill the workers' processes."""
+        self._alive, self.change_moment = False, self._players.now()
+        self._say(
+            Ended(node=self._last_report.node, boot=self._hello.boot, code=None, signal=9, report=self._last_report),
+            "reports",
+        )
         self._receive()
 
     def beat(self) -> None:
-        """Say how things stand, now and from now on."""
+        """Send a heartbeat now, and schedule the next one."""
         if self.socket.closed:
             return
         if not self._alive:
             self._say(Beat(), "heartbeats")
-        elif not self._said.node:
+        elif not self._last_report.node:
             self._say(self._hello, "hellos")
         else:
             self._report("heartbeats")
@@ -137,7 +140,7 @@ class Node:
         self._receive()
 
     def _receive(self) -> None:
-        """Do what the head asks for, at once. Any call of the socket may use up the sign that a message is there."""
+        """Handle all messages. Any call of the socket may reset the flag that messages are available."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._hear(self.socket.recv(_NOBLOCK))
@@ -147,41 +150,43 @@ class Node:
         match message:
             case Setup():
                 self._beat_s = message.beat_s
-            case Admitted() if self._alive and message.boot == self._hello.boot and not self._said.node:
-                self.changed = self._players.now()
+            case Admitted() if self._alive and message.boot == self._hello.boot and not self._last_report.node:
+                self.change_moment = self._players.now()
                 self._report(node=message.node)
-            case Order() if self._alive and message.node == self._said.node:
+            case Order() if self._alive and message.node == self._last_report.node:
                 if (message.term, message.edition) > (self._order.term, self._order.edition):
                     self._obey(message)
             case Gathered():
                 kind, plan = "gathers", self._order.plan
-                if plan is not None and plan.generation == message.generation > self._said.prepared:
+                if plan is not None and plan.generation == message.generation > self._last_report.prepared:
                     self._report(prepared=message.generation)
             case News():
                 kind = "heartbeats"
-        self._players.sent[kind] += len(data)
+        self._players.sent_bytes[kind] += len(data)
 
     def _obey(self, order: Order) -> None:
-        self._order, plan, said = order, order.plan, self._said
-        given_up = max(said.given_up, order.broken)
-        if plan is not None and plan.generation > said.prepared:
+        self._order, plan, report = order, order.plan, self._last_report
+        given_up = max(report.given_up, order.broken)
+        if plan is not None and plan.generation > report.prepared:
             given_up = max(given_up, plan.replaces if plan.interrupt else 0)
-            self._say(Gather(node=said.node, generation=plan.generation, key="control/0", part=self._part), "gathers")
-        elif plan is not None and order.committed == plan.generation > said.generation:
+            self._say(Gather(node=report.node, generation=plan.generation, key="control/0", part=self._part), "gathers")
+        elif plan is not None and order.committed == plan.generation > report.generation:
             given_up, now = max(given_up, plan.replaces), plan.generation
             switch = Switch(generation=now, first_step=now, pause_s=0.1)
-            self._said = replace(said, generation=now, step=now, has_state=True, switch=switch)
-            self._players.told[now] += 1
+            self._last_report = replace(report, generation=now, step=now, has_state=True, switch=switch)
+            self._players.switch_counts[now] += 1
         self._report(given_up=given_up)
 
-    def _report(self, kind: str = "reports", **news: Any) -> None:
-        order, seq = self._order, self._said.seq + 1
+    def _report(self, kind: str = "reports", **changes: Any) -> None:
+        order, seq = self._order, self._last_report.seq + 1
         ready = None if order.accepted else _CONTRACT
-        self._said = replace(self._said, seq=seq, term=order.term, edition=order.edition, ready=ready, **news)
-        beat = Beat(report=self._said, brief=True)
+        self._last_report = replace(
+            self._last_report, seq=seq, term=order.term, edition=order.edition, ready=ready, **changes
+        )
+        beat = Beat(report=self._last_report, brief=True)
         self._say(replace(beat, progress=_PROGRESS, brief=False) if kind == "heartbeats" else beat, kind)
 
     def _say(self, message: Wire, kind: str) -> None:
         data = encode(message)
         self.socket.send(data, _NOBLOCK)
-        self._players.sent[kind] += len(data)
+        self._players.sent_bytes[kind] += len(data)

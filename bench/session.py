@@ -1,4 +1,4 @@
-"""Train under a private head on this machine, as `fallow local` does, and read what came of it."""
+"""Train under a private head on this machine, as `fallow local` does, and read the results."""
 
 import asyncio
 import sys
@@ -15,8 +15,8 @@ from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport
 
 
-class Finished(NamedTuple):
-    """One worker finished one optimizer step."""
+class FinishedStep(NamedTuple):
+    """One optimizer step that one worker finished."""
 
     worker: str
     step: int
@@ -26,27 +26,27 @@ class Finished(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class Training:
     """One finished training."""
 
     report: RunReport
-    happened: list[tuple[Item, float]]
-    "items of the schedule, and when each began (seconds of CLOCK_MONOTONIC)"
-    finished: list[Finished]
-    "steps, as the training noted them"
+    schedule_starts: list[tuple[Item, float]]
+    "items of the schedule, each with its start (seconds of CLOCK_MONOTONIC)"
+    steps: list[FinishedStep]
+    "finished steps of all workers, by time"
     workers: int
-    "that there were from the start to the end"
+    "number of workers from the start to the end"
     result: bytes
-    "what the script left in `result.json`"
+    "content of the script's `result.json`"
 
 
 def command(params: int, log: Path, **options: object) -> list[str]:
-    """argv of a training.
+    """The command of a training.
 
     Args:
-        params: of the model.
+        params: parameters of the model.
         log: folder that all workers share.
-        options: more of its options, by name. One that is True is a flag, one that is False is left out.
+        options: further options of `bench.training` by name. True makes a flag, False leaves the option out.
     """
     argv = [sys.executable, "-m", "bench.training", "--params", str(params), "--notes", str(log)]
     for name, value in options.items():
@@ -55,17 +55,17 @@ def command(params: int, log: Path, **options: object) -> list[str]:
     return argv
 
 
-def train(params: int, members: int, schedule: str = "", /, **options: object) -> Trained:
-    """Train with one worker a member, and wait for the end.
+def train(params: int, members: int, schedule: str = "", /, **options: object) -> Training:
+    """Train with one worker on each member, and wait for the end.
 
     Args:
-        params: of the model.
-        members: nodes at the start.
-        schedule: what happens to the membership, in the words of `fallow local`.
-        options: more of the training, which also gets `--workers`: that there are from the start to the end.
+        params: parameters of the model.
+        members: number of members at the start.
+        schedule: membership changes, in the syntax of `fallow local`.
+        options: further options of `bench.training`, see `command`.
 
     Raises:
-        FallowError: it did not finish, or samples were lost or repeated: then no figure is worth anything.
+        FallowError: the training did not finish, or samples were lost or repeated.
     """
     items = parse_schedule(schedule, members)
     workers = members + sum(item.count for item in items if item.action is Action.ADD)
@@ -80,46 +80,45 @@ def train(params: int, members: int, schedule: str = "", /, **options: object) -
         if not report.sound:
             text = f"{report.status}, {samples.lost} samples lost, {samples.duplicated} repeated; {report.message}"
             raise FallowError(f"the measured training is {text}", Exit.SOFTWARE)
-        return Trained(
+        return Training(
             report=report,
-            happened=driver.happened,
-            finished=read_steps(log),
+            schedule_starts=driver.happened,
+            steps=read_steps(log),
             workers=workers,
             result=result.read_bytes() if result.exists() else b"",
         )
 
 
-def read_steps(folder: Path) -> list[Finished]:
-    """All finished steps of all workers, by time. A torn last line is left out."""
-    found: list[Finished] = []
+def read_steps(folder: Path) -> list[FinishedStep]:
+    """All finished steps of all workers, by time. An incomplete last line is ignored."""
+    steps: list[FinishedStep] = []
     for path in folder.glob("*.steps"):
         for line in path.read_text().splitlines():
             words = line.split()
             if len(words) == 3 and "." in words[2]:
-                found.append(Finished(path.stem, int(words[0]), int(words[1]), float(words[2])))
-    return sorted(found, key=lambda one: one.at)
+                steps.append(FinishedStep(path.stem, int(words[0]), int(words[1]), float(words[2])))
+    return sorted(steps, key=lambda finished: finished.at)
 
 
-def new_steps(log: Sequence[Finished]) -> list[Finished]:
-    """The steps that went beyond all before them, each as it was first finished by anybody, by time."""
-    highest, found = -1, []
-    for one in log:
-        if one.step > highest:
-            highest = one.step
-            found.append(one)
-    return found
+def new_steps(log: Sequence[FinishedStep]) -> list[FinishedStep]:
+    """The steps that were new when they were finished, by time. Of each step only the first worker counts."""
+    highest, steps = -1, []
+    for finished in log:
+        if finished.step > highest:
+            highest = finished.step
+            steps.append(finished)
+    return steps
 
 
-def usual_gap(log: Sequence[Finished]) -> float:
+def usual_gap(log: Sequence[FinishedStep]) -> float:
     """Median time between two new steps, in seconds."""
     return median(new.at - old.at for old, new in pairwise(new_steps(log)))
 
 
-def standstill(log: Sequence[Finished], since: float, until: float) -> float:
-    """How long progress stood still in [since, until): the longest gap between two new steps, minus the usual one.
+def standstill(log: Sequence[FinishedStep], since: float, until: float) -> float:
+    """Seconds without progress in [since, until): the longest gap between two new steps minus the usual gap.
 
-    A step that is done again is no progress, so what a restart loses counts, too. Gaps count that end in the time
-    span.
+    A repeated step is no progress, so the steps that a restart loses count, too. Gaps that end in the interval count.
     """
     gaps = [new.at - old.at for old, new in pairwise(new_steps(log)) if since <= new.at < until]
     return max(0.0, max(gaps) - usual_gap(log)) if gaps else 0.0

@@ -1,8 +1,8 @@
-"""Steady state: our step beside DistributedDataParallel's in one world, while the membership does not change.
+"""Steady state: our step compared with DistributedDataParallel's in one world without membership changes.
 
 The peer has the same shards under `no_sync`, the same bucket views and the same compile mode. Both take turns in the
-same processes (`training`), in several trainings one after the other: where a training's memory lies moves all
-its steps. The note tells the 95 % confidence interval, and the ratio of two DDP arms (A/A), which is 1 but for noise.
+same processes (`training`). There are several trainings, because the memory layout of a training affects all its
+steps. The note has the 95 % confidence interval, and the ratio of two DDP arms (A/A), which differs from 1 by noise.
 """
 
 import math
@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.rows import Peer, Row, Settings, at, named, ours, progress, worlds
+from bench.rows import Peer, Row, Settings, progress, quantile_of, summarize, world_text, worlds
 from bench.session import train
 from bench.workload import are_shared
 from fallow.model import Exit, FallowError
 
 ROUNDS, ROUNDS_EXACT = 500, 200
-"""Turns of each arm, in all trainings together."""
+"""Number of turns of each arm, in all trainings together."""
 
 FEW_ROUNDS = 100
-"""Fewer than that are shared by two trainings, others by four."""
+"""Fewer rounds than this are divided between two trainings, more between four."""
 
 _RESAMPLES = 1000
 _CUT = 10
-"""One in so many rounds is left out at each end: other load on the machine lengthens single turns."""
+"""One in `_CUT` rounds is trimmed at each end, because other load on the machine lengthens single turns."""
 
 
 class Ratio(NamedTuple):
-    """How much longer the steps of one arm take than another's, with the 95 % confidence interval."""
+    """The step time of one arm divided by another's, with the 95 % confidence interval."""
 
     value: float
     low: float
@@ -41,38 +41,38 @@ class Ratio(NamedTuple):
 
 
 Turns = dict[str, list[float]]
-"""Arm -> seconds per step of each turn, on the slowest member. Turn number i of all arms is of the same round."""
+"""Arm -> seconds per step of each turn, on the slowest member. Turn i of all arms belongs to round i."""
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """All worlds and models with one shard a member; the first one also with four shards, and compiled."""
-    first, *others = worlds(settings)
-    arms = [(first, 1, False), (first, 4, False), *((world, 1, False) for world in others)]
+    """Rows for all worlds with one shard a member. The first world also runs with four shards, and compiled."""
+    first, *other_worlds = worlds(settings)
+    arms = [(first, 1, False), (first, 4, False), *((world, 1, False) for world in other_worlds)]
     arms += [(first, 1, True)] if settings.device in ("cpu", "cuda") else []  # others have no compiler
     for (params, members), shards, compiled in arms:
         words = f"{shards} shards a member" + (", compiled" if compiled else "")
-        progress(f"steady: {named(params, members)}, {words}")
+        progress(f"steady: {world_text(params, members)}, {words}")
         turns = compare(params, members, shards, settings.n or ROUNDS, settings.device, compile=compiled)
         yield Row(
             name="steady state",
             members=members,
             params=params,
-            ours=ours(turns["ours"]),
-            peer=Peer(name="DDP", p50=at(turns["ddp"] + turns["ddp_again"], 0.5)),
+            ours=summarize(turns["ours"]),
+            peer=Peer(name="DDP", p50=quantile_of(turns["ddp"] + turns["ddp_again"], 0.5)),
             ratio=beside_ddp(turns).value,
             note=f"{words}; {beside_ddp(turns)}; A/A: {ratio(turns['ddp'], turns['ddp_again'])}",
         )
 
 
 def run_reproducible(settings: Settings) -> Iterator[Row]:
-    """What `reproducible=True` costs, with one shard a member; the first of the worlds also with four.
+    """Rows for the cost of `reproducible=True`, with one shard a member. The first world also runs with four shards.
 
-    The ratio is (ours / DDP) in the reproducible mode, divided by the same of the fast one, so that a machine that is
-    slower during one of the runs hardly shows.
+    The ratio is (ours / DDP) in the reproducible mode divided by (ours / DDP) in the fast mode. So a machine that is
+    slower during one of the two runs hardly affects the ratio.
     """
-    first, *others = worlds(settings)
-    for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in others)]:
-        progress(f"reproducible: {named(params, members)}, {shards} shards a member")
+    first, *other_worlds = worlds(settings)
+    for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in other_worlds)]:
+        progress(f"reproducible: {world_text(params, members)}, {shards} shards a member")
         fast, exact = (
             compare(params, members, shards, settings.n or ROUNDS_EXACT, settings.device, reproducible=mode)
             for mode in (False, True)
@@ -81,46 +81,46 @@ def run_reproducible(settings: Settings) -> Iterator[Row]:
             name="reproducible",
             members=members,
             params=params,
-            ours=ours(exact["ours"]),
-            peer=Peer(name="fast mode", p50=at(fast["ours"], 0.5)),
+            ours=summarize(exact["ours"]),
+            peer=Peer(name="fast mode", p50=quantile_of(fast["ours"], 0.5)),
             ratio=beside_ddp(fast).value / beside_ddp(exact).value,
             note=f"{shards} shards a member; DDP / ours: fast {beside_ddp(fast)}, reproducible {beside_ddp(exact)}",
         )
 
 
 def compare(params: int, members: int, shards: int, rounds: int, device: str, **options: bool) -> Turns:
-    """Train under a private head beside DDP.
+    """Train under a private head and with DDP in the same processes.
 
     Args:
-        params: about so many parameters.
-        members: one worker each, all on this machine.
-        shards: of a step, on each member.
+        params: approximate number of parameters.
+        members: number of members, each with one worker on this machine.
+        shards: shards of a step on each member.
         rounds: turns of each arm, in all trainings together.
-        device: to train on, as torch names its kind; each member needs one of its own.
-        options: `compile`: both with torch.compile; `reproducible`: ours with `prepare(reproducible=True)`.
+        device: torch's name of the kind of device; each member needs its own device.
+        options: `compile`: all arms use torch.compile; `reproducible`: ours uses `prepare(reproducible=True)`.
 
     Raises:
         FallowError: the training did not finish, or there are not enough devices.
     """
     if are_shared(device, members):
-        raise FallowError(f"{members} members beside DDP need {members} devices ({device})", Exit.UNAVAILABLE)
+        raise FallowError(f"--members {members} beside DDP needs {members} devices ({device})", Exit.UNAVAILABLE)
     trainings = 2 if rounds < FEW_ROUNDS else 4
-    more = {"shards": shards, "rounds": -(-rounds // trainings), "device": device, **options}
-    found: Turns = {"ours": [], "ddp": [], "ddp_again": []}
+    settings = {"shards": shards, "rounds": -(-rounds // trainings), "device": device, **options}
+    turns: Turns = {"ours": [], "ddp": [], "ddp_again": []}
     for _ in range(trainings):
-        done = train(params, members, **more)
-        for arm, seconds in msgspec.json.decode(done.result, type=Turns).items():
-            found[arm] += seconds
-    return found
+        training = train(params, members, **settings)
+        for arm, seconds in msgspec.json.decode(training.result, type=Turns).items():
+            turns[arm] += seconds
+    return turns
 
 
 def beside_ddp(turns: Turns) -> Ratio:
-    """DDP ÷ ours: above 1, ours is faster."""
+    """DDP's step time divided by ours: above 1, ours is faster."""
     return ratio([fmean(pair) for pair in zip(turns["ddp"], turns["ddp_again"], strict=True)], turns["ours"])
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
-    """Geometric mean over the rounds, without the outer ones; the interval by bootstrap."""
+    """Trimmed geometric mean of above / below over the rounds, with its interval by bootstrap."""
     rounds = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     dice = random.Random(0)
     drawn = sorted(_middle(dice.choices(rounds, k=len(rounds))) for _ in range(_RESAMPLES))
@@ -129,6 +129,6 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
 
 
 def _middle(rounds: Sequence[float]) -> float:
-    """Mean without the outer ones."""
+    """Trimmed mean."""
     cut = len(rounds) // _CUT
     return fmean(sorted(rounds)[cut : len(rounds) - cut])

@@ -1,8 +1,8 @@
-"""A node joins the same training under Fallow, and under torchrun's elastic agent.
+"""A node joins the same training under Fallow and under torchrun's elastic agent.
 
-torchrun runs as its documentation says for elastic jobs: `--nnodes=MIN:MAX --rdzv-backend=c10d`, one agent in the place
-of a node, default time limits; its script goes on from a checkpoint of every 20 steps. Compared is how long progress
-stands still around the change (`session.standstill`).
+torchrun runs as its documentation describes for elastic jobs: `--nnodes=MIN:MAX --rdzv-backend=c10d`, one agent in
+place of a node, default timeouts. Its script saves a checkpoint every 20 steps and resumes from it. The benchmark
+compares the time without progress around the change (`session.standstill`).
 """
 
 import contextlib
@@ -17,52 +17,52 @@ from pathlib import Path
 import psutil
 
 from bench import session
-from bench.rows import Peer, Row, Settings, at, named, ours, progress, worlds
+from bench.rows import Peer, Row, Settings, progress, quantile_of, summarize, world_text, worlds
 from bench.session import command, train
 from fallow.core.submission.schedule import Action
 from fallow.model import Exit, FallowError
 
 ROUNDS = 3
 SETTLED_S = 180.0
-"""For so long torchrun may take until it has settled. A change after which it does not counts as that long."""
+"""Longest wait until torchrun has settled. A change after which it does not settle counts as this long."""
 
 STEPS = 10
-"""New steps after which a world has settled."""
+"""Number of new steps after which a world has settled."""
 
 
 def run(settings: Settings) -> Iterator[Row]:
-    """One row per world and model."""
+    """One row for each world and model."""
     rounds = settings.n or ROUNDS
     for params, members in worlds(settings):
-        progress(f"torchrun: {named(params, members)}, ours")
-        figure = ours(standstills(members, params, rounds))
-        progress(f"torchrun: {named(params, members)}, torchrun's")
-        theirs = [peer(members, params) for _ in range(rounds)]
+        progress(f"torchrun: {world_text(params, members)}, ours")
+        figure = summarize(standstills(members, params, rounds))
+        progress(f"torchrun: {world_text(params, members)}, torchrun's")
+        peer_times = [measure_peer(members, params) for _ in range(rounds)]
         yield Row(
             name="absorb, against torchrun",
             members=members,
             params=params,
             ours=figure,
-            peer=Peer(name="torchrun", p50=at(theirs, 0.5)),
-            ratio=at(theirs, 0.5) / max(figure.p50, 1e-3),
-            note=f"torchrun: {', '.join(f'{value:.1f}' for value in theirs)}; {SETTLED_S:g}: it did not go on",
+            peer=Peer(name="torchrun", p50=quantile_of(peer_times, 0.5)),
+            ratio=quantile_of(peer_times, 0.5) / max(figure.p50, 1e-3),
+            note=f"torchrun: {', '.join(f'{value:.1f}' for value in peer_times)}; {SETTLED_S:g}: did not resume",
         )
 
 
 def standstills(members: int, params: int, rounds: int) -> list[float]:
-    """Under Fallow: in each round one comes and leaves."""
+    """Standstills in seconds under Fallow. In each round one member joins and leaves."""
     items = ",".join(f"+1@{STEPS + 24 * number},-1@{STEPS + 24 * number + 12}" for number in range(rounds))
-    done = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
-    began = [at for _, at in done.happened] + [done.finished[-1].at]
+    training = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
+    began = [at for _, at in training.schedule_starts] + [training.steps[-1].at]
     return [
-        session.standstill(done.finished, since, until)
-        for (item, since), until in zip(done.happened, began[1:], strict=True)
+        session.standstill(training.steps, since, until)
+        for (item, since), until in zip(training.schedule_starts, began[1:], strict=True)
         if item.action is Action.ADD
     ]
 
 
-def peer(members: int, params: int) -> float:
-    """Under torchrun, in a world of its own."""
+def measure_peer(members: int, params: int) -> float:
+    """Standstill in seconds under torchrun, in a new world."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -74,12 +74,12 @@ def peer(members: int, params: int) -> float:
         argv += ["--max-restarts=100", *words]
         try:
             agents += [_start(argv, log) for _ in range(members)]
-            if not _settled(log, members, 0.0):
+            if not _has_settled(log, members, 0.0):
                 last = (log / "output.txt").read_text(errors="replace")[-500:]
                 raise FallowError(f"torchrun did not start within {SETTLED_S:g} s: {last}", Exit.TEMPFAIL)
             began = time.monotonic()
             agents.append(_start(argv, log))
-            if not _settled(log, members + 1, began):
+            if not _has_settled(log, members + 1, began):
                 return SETTLED_S
             return session.standstill(session.read_steps(log), began, time.monotonic())
         finally:
@@ -90,12 +90,14 @@ def peer(members: int, params: int) -> float:
 def _start(argv: list[str], log: Path) -> psutil.Popen:
     # With the rendezvous' own store, agents of torch 2.13 wait 60 s for keys in vain after a newcomer, and end.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with (log / "output.txt").open("ab") as out:
-        return psutil.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True)
+    with (log / "output.txt").open("ab") as output:
+        return psutil.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
+        )
 
 
 def _kill(agent: psutil.Popen) -> None:
-    """With all that it has started."""
+    """Kill an agent and its child processes."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [*agent.children(recursive=True), agent]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,12 +105,16 @@ def _kill(agent: psutil.Popen) -> None:
     agent.wait(10)
 
 
-def _settled(log: Path, size: int, after: float) -> bool:
-    """Wait until a world of that size has made new steps; steps that are done again do not count."""
+def _has_settled(log: Path, size: int, after: float) -> bool:
+    """Wait until a world of `size` has made `STEPS` new steps after `after`; False: not within `SETTLED_S`."""
     end = time.monotonic() + SETTLED_S
     while time.monotonic() < end:
-        news = [one for one in session.new_steps(session.read_steps(log)) if one.at > after and one.generation == size]
-        if len(news) >= STEPS:
+        new_steps = [
+            finished
+            for finished in session.new_steps(session.read_steps(log))
+            if finished.at > after and finished.generation == size
+        ]
+        if len(new_steps) >= STEPS:
             return True
         time.sleep(0.05)
     return False

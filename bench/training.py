@@ -1,12 +1,12 @@
 """The script that benchmarks start in each worker: `python -m bench.training --params 10000000 ...`.
 
-With `--torchrun` it is torchrun's: DDP, and a checkpoint that a restarted worker goes on from.
+With `--torchrun` it is the script for torchrun: DDP, with a checkpoint from which a restarted worker resumes.
 
-With `--rounds` it compares: three arms train equal models on equal shards in the same processes. They are our loop,
-DDP, and DDP once more, whose difference tells how much of a difference means nothing. In a round each has its turn of
-a few steps while the others rest, in an order drawn anew: what a machine's other load does to a step lasts seconds, and
-so meets all three. Ours is built and compiled between the two: of equal compiled models each is some percent faster
-than the one before it.
+With `--rounds` it compares three arms that train equal models on equal shards in the same processes: our loop, DDP,
+and a second DDP, whose difference from the first shows the noise. In a round each arm has a turn of a few steps, in
+random order, while the other arms rest. Other load on the machine lasts for seconds and so affects all three arms. Our
+model is built and compiled between the two DDP models, because each of several equal compiled models is a few percent
+faster than the one before.
 """
 
 import argparse
@@ -37,38 +37,38 @@ SAVE_EVERY = 20
 
 BATCH = 8
 SAMPLES = 1 << 13
-"""Of a pass where arms are compared. Each turn begins it anew: its order must not take longer to draw than the turn."""
+"""Samples of an epoch with `--rounds`: few, because each turn begins a new epoch and draws its order."""
 
 TURN, TURN_DEVICE = 2, 10
-"""Counted steps, on the processor and on a device: the host runs ahead of that, and waits for it at a turn's end."""
+"""Measured steps of a turn on the CPU and on a device. A device needs more: the host waits for it at the turn's end."""
 
 WARM = 5
-"""Steps of each arm before the first round: buckets laid out, moments allocated, code compiled."""
+"""Steps of each arm before the first round, for the layout of buckets, optimizer state and compilation."""
 
 Steps = Callable[[int], Iterator[None]]
-"""Does so many optimizer steps, over the samples from their begin, and yields after each."""
+"""Does the given number of optimizer steps from the first sample on, and yields after each step."""
 
 
 def main() -> None:
-    """Train; each worker notes its finished steps, or the main one the turns of all arms."""
+    """Train. Each worker records its finished steps; with `--rounds` the main member writes the turns of all arms."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", type=int, required=True)
-    parser.add_argument("--notes", type=Path, required=True, help="takes finished steps; WORKER.raise makes it raise")
+    parser.add_argument("--notes", type=Path, required=True, help="folder of finished steps; WORKER.raise: it raises")
     parser.add_argument("--torchrun", action="store_true")
-    parser.add_argument("--rounds", type=int, help="compare so many turns of each arm")
-    parser.add_argument("--compile", action="store_true", help="all arms")
+    parser.add_argument("--rounds", type=int, help="compare three arms in this number of turns")
+    parser.add_argument("--compile", action="store_true", help="compile the models of all arms")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--shards", type=int, help="of a step, of one sample each; with --rounds on each member")
-    parser.add_argument("--device", default="cpu", help="to train on, as torch names its kind")
-    parser.add_argument("--workers", type=int, default=1, help="that the run has in all: with fewer devices they share")
-    parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes besides its computing")
+    parser.add_argument("--shards", type=int, help="shards of a step, of one sample each; with --rounds on each member")
+    parser.add_argument("--device", default="cpu", help="torch's name of the kind of device")
+    parser.add_argument("--workers", type=int, default=1, help="workers of the run; they share devices if needed")
+    parser.add_argument("--shard-s", type=float, default=0.0, help="extra seconds for each shard")
     parser.add_argument("--reproducible", action="store_true")
     args = parser.parse_args()
     if args.torchrun:
         train_for_ever(args.params, args.notes)
-    if args.reproducible:  # before CUDA is used
+    if args.reproducible:  # before the first use of CUDA
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = workload.take(args.device, args.workers)
+    device = workload.take_device(args.device, args.workers)
     if args.rounds:
         compare(args, device)
     else:
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, and note each step."""
+    """Train under Fallow, and record each step."""
     model = workload.make(args.params, device, mixed=device.type != "cpu")
     loader = DataLoader(workload.text(device), batch_size=1, pin_memory=device.type != "cpu")
     run = fallow.init()
@@ -93,19 +93,19 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             workload.loss_of(model, tokens, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        workload.synchronize(device)  # the step ends for its clock when the device has done it
+        workload.synchronize(device)  # a step ends when the device has finished it
         if not run.rehearsing:
             finished(update.step, run.generation)
 
 
 def step_writer(folder: Path, worker: str) -> Callable[[int, int], object]:
-    """What notes that a step (0-based) of a generation is finished now, in a folder that all workers of a run share."""
+    """A function that records that a step (0-based) of a generation is finished now. All workers share `folder`."""
     file = (folder / f"{worker}.steps").open("ab", buffering=0)
     return lambda step, generation: file.write(f"{step} {generation} {time.monotonic():.6f}\n".encode())
 
 
 def train_for_ever(params: int, folder: Path) -> NoReturn:
-    """Under torchrun: every worker notes its finished steps, rank 0 saves now and then."""
+    """Train under torchrun. Every worker records its finished steps; rank 0 saves a checkpoint every `SAVE_EVERY`."""
     model = workload.make(params)
     optimizer = workload.optimizer(model)
     saved, step = folder / "checkpoint.pt", 0
@@ -132,27 +132,27 @@ def train_for_ever(params: int, folder: Path) -> NoReturn:
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> None:
-    """Have the arms take turns. The main member writes the seconds per step of each turn on the slowest member."""
+    """Run the arms in turn. The main member writes the seconds per step of each turn, on the slowest member."""
     pinned = args.device != "cpu"
     model, data = workload.make(args.params, device), Subset(workload.text(device), range(SAMPLES))
-    run, mine = fallow.init(), copy.deepcopy(model)
+    run, our_model = fallow.init(), copy.deepcopy(model)
     net, optimizer, loader = run.prepare(
-        mine,
-        workload.optimizer(mine),
+        our_model,
+        workload.optimizer(our_model),
         DataLoader(data, BATCH, pin_memory=pinned),
         global_batch=BATCH * args.workers * args.shards,
         reproducible=args.reproducible,
     )
-    list(_ours(run, net, net, optimizer, loader, WARM))  # so that it joins
+    list(_fallow_steps(run, net, net, optimizer, loader, WARM))  # so that it joins
     store = FileStore(str(args.notes / "store"), args.workers)
     backend = dist.Backend.default_device_backend_map[device.type]
     dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
     host: Any = dist.new_group(backend="gloo")
     sampler: Any = DistributedSampler(data, args.workers, run.rank, shuffle=False)
-    theirs = DataLoader(data, BATCH, sampler=sampler, pin_memory=pinned)
-    arms = {"ddp": _ddp(copy.deepcopy(model), theirs, args)}
-    arms["ours"] = partial(_ours, run, torch.compile(net) if args.compile else net, net, optimizer, loader)
-    arms["ddp_again"] = _ddp(copy.deepcopy(model), theirs, args)
+    ddp_loader = DataLoader(data, BATCH, sampler=sampler, pin_memory=pinned)
+    arms = {"ddp": _ddp_steps(copy.deepcopy(model), ddp_loader, args)}
+    arms["ours"] = partial(_fallow_steps, run, torch.compile(net) if args.compile else net, net, optimizer, loader)
+    arms["ddp_again"] = _ddp_steps(copy.deepcopy(model), ddp_loader, args)
     for steps in arms.values():
         list(steps(WARM))
     dice, turns = random.Random(0), {name: list[float]() for name in arms}
@@ -170,7 +170,7 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def _turn(steps: Steps, device: torch.device) -> float:
-    """One turn; returns the seconds per step. The first step is not counted, since each turn is a loop of its own."""
+    """Run one turn; return its seconds per step. The first step does not count: it includes the start of the loop."""
     count = TURN if device.type == "cpu" else TURN_DEVICE
     running = steps(1 + count)
     next(running)
@@ -184,8 +184,8 @@ def _turn(steps: Steps, device: torch.device) -> float:
     return took_s / count
 
 
-def _ours(run: Any, net: Any, model: nn.Module, optimizer: Any, loader: Any, count: int) -> Iterator[None]:
-    """Steps of ours; `net` is the prepared model, compiled or not."""
+def _fallow_steps(run: Any, net: Any, model: nn.Module, optimizer: Any, loader: Any, count: int) -> Iterator[None]:
+    """Steps of our loop. `net` is the prepared model, compiled or not."""
     for update in run.updates(loader, max_steps=count):
         for inputs, targets in update:
             workload.loss_of(net, inputs, targets).backward()  # type: ignore[no-untyped-call]
@@ -193,7 +193,7 @@ def _ours(run: Any, net: Any, model: nn.Module, optimizer: Any, loader: Any, cou
         yield
 
 
-def _ddp(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps:
+def _ddp_steps(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     net: Any = torch.compile(wrapped) if args.compile else wrapped
     optimizer = workload.optimizer(wrapped)

@@ -1,7 +1,7 @@
-"""What benchmarks train: the example `gpt_stdlib` with about so many parameters and AdamW, on a device of its own.
+"""The model that benchmarks train: the example `gpt_stdlib` with a chosen number of parameters and AdamW.
 
-On the processor a sample has 16 bytes, so that a step is short beside the state: elasticity is measured. Where the
-membership changes on a device, weights are bfloat16 and AdamW works in float32 (`MixedAdamW`).
+On the CPU a sample has 16 bytes, so that a step is short and membership changes dominate. In benchmarks of membership
+changes on a device, weights are bfloat16 and AdamW works in float32 (`MixedAdamW`).
 """
 
 import importlib
@@ -24,14 +24,14 @@ sys.path.append(str(shipped("examples")))
 _EXAMPLE: Any = importlib.import_module("gpt_stdlib")
 LAYERS = 6
 CONTEXT = {"cuda": 256}
-"""Bytes of a sample, by kind of device; 16 on others."""
+"""Kind of device -> bytes of a sample; 16 on other devices."""
 
 HOST = torch.device("cpu")
 _RATE, _BETAS, _EPS, _DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 
 
 def make(params: int, device: torch.device = HOST, *, mixed: bool = False) -> nn.Module:
-    """A model of about `params` parameters, the same in every process; `mixed`: in bfloat16."""
+    """A model of about `params` parameters, with equal weights in every process. `mixed`: in bfloat16."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
@@ -41,13 +41,13 @@ def make(params: int, device: torch.device = HOST, *, mixed: bool = False) -> nn
 
 
 def text(device: torch.device = HOST) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
-    """Samples for the model: bytes, and the next ones."""
+    """Samples for the model: bytes, and the bytes that follow each of them."""
     data: Dataset[tuple[torch.Tensor, torch.Tensor]] = _EXAMPLE.Text(CONTEXT.get(device.type, 16))
     return data
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of one batch, which may still be on the host."""
+    """Mean cross-entropy of one batch. The batch may be on the host."""
     weight = next(model.parameters())
     tokens, targets = (part.to(weight.device, non_blocking=True) for part in (tokens, targets))
     # Norms and the loss of bfloat16 weights are in float32.
@@ -56,7 +56,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in one pass over the memory: torch's default, a loop over tensors, takes six times as long on a CPU."""
+    """Fused AdamW. torch's default, a loop over tensors, takes six times as long on a CPU."""
     if next(model.parameters()).dtype == torch.bfloat16:
         return MixedAdamW(model.parameters())
     return torch.optim.AdamW(model.parameters(), _RATE, _BETAS, _EPS, _DECAY, fused=True)
@@ -65,7 +65,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 class MixedAdamW(torch.optim.Optimizer):
     """AdamW for bfloat16 weights, with a copy of each weight and both moments in float32: 12 bytes a parameter.
 
-    One parameter after the other, so that no more than one gradient is in memory as float32.
+    It updates one parameter after the other, so that only one gradient is in memory as float32.
     """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
@@ -88,30 +88,30 @@ class MixedAdamW(torch.optim.Optimizer):
 
 
 def check_device(name: str) -> None:
-    """Refuse a kind of device that this machine has none of.
+    """Check that this machine has a kind of device.
 
     Raises:
-        FallowError: torch knows none here.
+        FallowError: torch finds no such device.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != name:
-        advice = f"only {found.type}" if found else "no GPU; nvidia-smi and torch's build say why"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != name:
+        advice = f"only {accelerator.type}" if accelerator else "no GPU. Check nvidia-smi and torch.version.cuda."
         raise FallowError(f"--device {name}: torch {torch.__version__} finds {advice}", Exit.UNAVAILABLE)
 
 
 def are_shared(name: str, workers: int) -> bool:
-    """True if there are more workers than devices of that kind."""
+    """True if there are more workers than devices of kind `name`."""
     return name != "cpu" and workers > torch.accelerator.device_count()
 
 
-def take(name: str, workers: int) -> torch.device:
-    """Make a device this process's own, before anything else is done with torch.
+def take_device(name: str, workers: int) -> torch.device:
+    """Choose the device of this process. Call before any other use of torch.
 
-    Where workers share devices, gradients go through the host: NCCL refuses two ranks on one GPU.
+    If workers share devices, gradients are summed on the host, because NCCL refuses two ranks on one GPU.
 
     Args:
-        name: of its kind.
-        workers: that the run has in all, from its start to its end.
+        name: torch's name of the kind of device.
+        workers: number of workers of the run from its start to its end.
     """
     if name == "cpu":
         return HOST
@@ -123,13 +123,13 @@ def take(name: str, workers: int) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that the device has to do, so that a clock can be read."""
+    """Wait until the device has finished all work, for a measurement of time."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def sums_on(name: str, workers: int) -> str:
-    """How gradients are summed on a device, for a row's note; empty on the processor."""
+    """How gradients are summed on a device, for the note of a row; empty on the CPU."""
     if name == "cpu":
         return ""
     shared = f"{workers} workers share {torch.accelerator.device_count()} {name}: sums go through the host; "

@@ -15,7 +15,7 @@ from fallow.core.tokens import carries_token
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.engine import SimClient, option_values
-from fallow.sim.types import Happening
+from fallow.sim.types import SimEvent
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from sim_cases import site, tiers
 
@@ -60,7 +60,7 @@ class ScriptedSlurm(SimClient):
             self.happened(self.engine.advance(min(self.engine.next_at(), until)))
             self._let_start()
 
-    def happened(self, happenings: Iterable[Happening]) -> None:
+    def happened(self, happenings: Iterable[SimEvent]) -> None:
         """Whoever scripts what jobs do does it here."""
 
     def running(self) -> list[str]:
@@ -105,7 +105,7 @@ class ScriptedSlurm(SimClient):
         self._check()
         await super().cancel(job_ids)
         for job_id in job_ids:
-            self.engine.left(job_id)  # processes end as soon as they are told to
+            self.engine.note_exit(job_id)  # processes end as soon as they are told to
 
     async def test_only(self, request: JobRequest) -> str:
         self._check()

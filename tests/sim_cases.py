@@ -4,19 +4,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fallow.model import PartitionInfo, TraceRead
-from fallow.sim.published import restart
+from fallow.sim.published import restart_costs
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces.recorded import Window
-from fallow.sim.traces.sites import made_up
+from fallow.sim.traces.sites import synthetic_site
 from fallow.sim.types import (
     Change,
     Costs,
-    Happening,
     Plans,
     Profile,
     Recording,
     RunPlan,
     Scheduler,
+    SimEvent,
     SimJob,
     SimNode,
     Site,
@@ -65,17 +65,17 @@ def job(
     return SimJob(job_id=job_id, submit_at=at, **wants, **{**usual, **more})
 
 
-def wanted(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> tuple[str, dict[str, str]]:
+def submission(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> tuple[str, dict[str, str]]:
     """Arguments of `SlurmSim.submit`."""
     return token, {"partition": "p", "time": str(minutes), "nice": "100000", **options}
 
 
 def starts(sim: SlurmSim, *jobs: str) -> list[float]:
-    return [round(sim.ran[name][0], 3) for name in jobs]
+    return [round(sim.run_times[name][0], 3) for name in jobs]
 
 
-def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
-    return [each for each in told if isinstance(each, kind)]
+def events_of(kind: type[Any], events: Iterable[SimEvent]) -> list[Any]:
+    return [each for each in events if isinstance(each, kind)]
 
 
 # -- holes ----------------------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
 def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more: Any) -> Recording:
     names = [f"n{number}" for number in range(nodes)]
     scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
-    where = made_up("holes", {"batch": names}, 4, Window(profile=profile, scheduler=scheduler))
-    return Recording(site=where, begin=0.0, end=MANY, read=READ, changes=changes)
+    where = synthetic_site("holes", {"batch": names}, 4, Window(profile=profile, scheduler=scheduler))
+    return Recording(site=where, begin=0.0, end=MANY, summary=READ, changes=changes)
 
 
 Turns = list[tuple[int, int]]
@@ -96,10 +96,10 @@ def changes_of(turns: Turns) -> list[Change]:
     at, before, changes = 0.0, 0, list[Change]()
     for seconds, mask in turns:
         at += seconds
-        joined, taken = (
+        joined, claimed = (
             tuple(n for n in range(some.bit_length()) if some >> n & 1) for some in (mask & ~before, before & ~mask)
         )
-        changes.append((at, joined, taken))
+        changes.append((at, joined, claimed))
         before = mask
     return changes
 
@@ -122,4 +122,4 @@ def linear(number: int = 1, most: int = 8, **more: Any) -> list[RunPlan]:
 
 
 def costing(up: float, down: float = 0.0, start: float = 0.0) -> Costs:
-    return restart(f"{up:g}-{down:g}", (start, start))
+    return restart_costs(f"{up:g}-{down:g}", (start, start))

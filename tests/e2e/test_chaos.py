@@ -124,7 +124,7 @@ def useful_share(ends: Sequence[float], nodes: Sequence[Node], since: float, unt
 def test_chaos(tmp_path: Path) -> None:
     options = {"shards": SHARDS, "reproducible": True}
     calm = session.train(PARAMS, MEMBERS, steps=ALONE, shard_s=SHARD_S, **options)
-    step_s = session.usual_gap(calm.finished)
+    step_s = session.usual_gap(calm.steps)
     # Undisturbed it would last for a period before the first fault, one after each and a spare one.
     steps = ceil(EVERY_S * (FAULTS + 2) / step_s)
     folder, log = tmp_path / "run", tmp_path / "log"

@@ -117,12 +117,12 @@ def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[
                 at = real[job.job_id].submit_at
                 state = "PREEMPTED" if job.preempt_at is not None else "COMPLETED"
                 shown[job.job_id] = Seen(at, job.start_at, 0.0, f"{minutes}:{seconds:02}", state)
-    return {name: msgspec.structs.replace(seen, end_at=sim.ran[name][1]) for name, seen in shown.items()}
+    return {name: msgspec.structs.replace(seen, end_at=sim.run_times[name][1]) for name, seen in shown.items()}
 
 
 def site(testbed: Testbed) -> Site:
     nodes, layout = testbed.layout.node_names, testbed.layout
-    told = dict(
+    slurm_config = dict(
         (part.strip() for part in line.split("=", 1))
         for line in testbed.slurm("scontrol", "show", "config").splitlines()
         if "=" in line
@@ -135,8 +135,10 @@ def site(testbed: Testbed) -> Site:
         name="testbed",
         nodes=tuple(SimNode(node=node, gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
-        scheduler=Scheduler.of(told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
-        preempt_type="" if layout.profile is Profile.PLAIN else told["PreemptType"],
+        scheduler=Scheduler.from_parameters(
+            slurm_config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)
+        ),
+        preempt_type="" if layout.profile is Profile.PLAIN else slurm_config["PreemptType"],
     )
 
 

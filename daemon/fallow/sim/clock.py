@@ -1,4 +1,4 @@
-"""Virtual time: the one order of events, and a loop that nobody waits for, for code that waits with asyncio."""
+"""Virtual time: the agenda that orders all events, and an event loop in virtual time for asyncio code."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,42 +7,42 @@ from math import ceil, inf, nextafter
 from selectors import SelectorKey, SelectSelector
 from typing import Any, Protocol
 
-from fallow.sim.types import Happening
+from fallow.sim.types import SimEvent
 
 NODE, END, SUBMIT, PASS, BACKFILL, TELL, RUN = range(7)
-"""The order of what happens at the same time."""
+"""Order of events that have the same time."""
 
 
 class Changing(Protocol):
     stamp: int
-    "counts changes"
+    "number of changes so far"
 
 
 class Agenda:
-    """All that happens in a simulation, on the cluster and in the runs on it, in order of time.
+    """All events of a simulation, on the cluster and in the runs, in order of time.
 
     Args:
-        now: Unix time at which it begins.
+        now: Unix time at which the simulation begins.
     """
 
     def __init__(self, now: float) -> None:
         self.now = now
-        "Unix time up to which it has been played"
-        self._told: list[Happening] = []
+        "Unix time up to which the simulation has been played"
+        self._events: list[SimEvent] = []
         self._heap: list[tuple[float, int, int, Callable[[], object], Changing | None, int]] = []
         self._serial = 0
 
     def at(self, at: float, order: int, what: Callable[[], object], about: Changing | None = None) -> None:
-        """Have something happen. If it is about something, then only if that has not changed until then."""
+        """Schedule `what` for a Unix time. It is dropped if the stamp of `about` changes before that time."""
         self._serial += 1
         heappush(self._heap, (at, order, self._serial, what, about, 0 if about is None else about.stamp))
 
-    def tell(self, happening: Happening) -> None:
-        """Something has happened that `advance` returns."""
-        self._told.append(happening)
+    def tell(self, event: SimEvent) -> None:
+        """Record an event that `advance` returns."""
+        self._events.append(event)
 
     def next_at(self) -> float:
-        """When the next event is; infinity: none."""
+        """Unix time of the next event; infinity: none."""
         heap = self._heap
         while heap:
             at, _, _, _, about, stamp = heap[0]
@@ -51,18 +51,18 @@ class Agenda:
             heappop(heap)
         return inf
 
-    def advance(self, to: float) -> list[Happening]:
-        """Play everything up to `to`; returns what our jobs and the runs have noticed, in order of time."""
+    def advance(self, to: float) -> list[SimEvent]:
+        """Play everything up to `to`. Returns the events of our jobs and of the runs, in order of time."""
         while self.next_at() <= to:
             self.now, _, _, what, _, _ = heappop(self._heap)
             what()
         self.now = max(self.now, to)
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
 
 def next_beat(at: float, period_s: float, phase_s: float) -> float:
-    """The first of the moments `phase_s + n period_s` that is not before `at`."""
+    """The first of the times `phase_s + n period_s` that is not before `at`."""
     if at == inf:
         return inf
     beat = phase_s + ceil((at - phase_s) / period_s) * period_s
@@ -70,20 +70,20 @@ def next_beat(at: float, period_s: float, phase_s: float) -> float:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that somebody else tells what time it is.
+    """An asyncio event loop whose caller sets the time.
 
-    Its own clock counts from its begin: asyncio adds a nanosecond to it, which is nothing beside Unix seconds.
+    Its clock counts from its begin, because asyncio adds a nanosecond to it, which Unix seconds as floats cannot hold.
 
     Args:
         now: Unix time.
     """
 
     def __init__(self, now: float) -> None:
-        self.now = self.due = now
-        "Unix time: as it is, and when there is something to do (infinity: never)"
+        self.now = self.next_due_at = now
+        "Unix time: now, and of the next timer (infinity: none)"
         self._began = now
         self._error: BaseException | None = None
-        self._kept: list[asyncio.Future[None]] = []
+        self._tasks: list[asyncio.Future[None]] = []
         selector = SelectSelector()
         selector.select = self._select  # type: ignore[method-assign]
         super().__init__(selector)
@@ -93,21 +93,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now - self._began
 
     def post(self, at: float, what: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
-        """Have something done at that Unix time."""
-        self.due = min(self.due, at)
+        """Call `what(*args)` at a Unix time."""
+        self.next_due_at = min(self.next_due_at, at)
         return self.call_at(at - self._began, what, *args)
 
-    def keep(self, serve: Callable[[], Awaitable[None]]) -> None:
-        """Run a task until the loop is closed. Its error ends the play."""
+    def run_task(self, serve: Callable[[], Awaitable[None]]) -> None:
+        """Run a task until the loop is closed. An error of the task ends the simulation."""
         task = asyncio.ensure_future(serve(), loop=self)
         task.add_done_callback(self._end_task)
-        self._kept.append(task)
+        self._tasks.append(task)
 
     def play(self, at: float) -> None:
-        """It is `at`, in Unix time: do all that is due.
+        """Set the time to `at` (Unix time) and run everything that is due.
 
         Raises:
-            Exception: whatever a callback or a task has raised.
+            Exception: the error of a callback or of a task.
         """
         self.now = at
         self.run_forever()
@@ -115,15 +115,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise self._error
 
     def close(self) -> None:
-        for task in self._kept:
+        for task in self._tasks:
             task.cancel()
         self.run_forever()
         super().close()
 
     def _select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        """Never wait: where the loop would, nothing is due for so long (None: for ever), and it stops."""
+        """Stop the loop where it would wait. `timeout`: seconds until the next timer; None: there is no timer."""
         if timeout is None or timeout > 0:
-            self.due = inf if timeout is None else max(self.now + timeout, nextafter(self.now, inf))
+            self.next_due_at = inf if timeout is None else max(self.now + timeout, nextafter(self.now, inf))
             self.stop()
         return []
 

@@ -1,7 +1,7 @@
-"""The head's own Slurm side in virtual time: `head.slurm` over a simulated cluster, with runs whose nodes are played.
+"""The policy `ours`: the head's own Slurm code (`head.slurm`) in virtual time, over a simulated cluster.
 
-All that is decided is decided by the head's own code: what a poll shows, what is asked for, whose turn it is at sbatch.
-Here is what surrounds it: the time, and agents that say that they have come, were warned or have left.
+The head's code reads the polls, plans the requests and paces the calls of sbatch. This module simulates what surrounds
+the head: the time, and agents that report their start, a signal, or their end.
 """
 
 import asyncio
@@ -48,23 +48,23 @@ from fallow.model import (
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.engine import SimClient
 from fallow.sim.slurm.view import config as config_of
-from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, RunPlan, Started
+from fallow.sim.types import Ended, FirstStep, Measurement, Notice, Options, RunPlan, SimEvent, Started
 from fallow.sim.work import Head
 from fallow.slurm.paced import PacedClient
 from fallow.wire.keys import KEY_LENGTH
 
 NEVER = 1 << 30
-"""Failures after which a node is barred: what happens to nodes here is never their fault."""
+"""Failures after which a node is barred. No failure of the simulation is a node's fault."""
 
 SHARDS = 16
-"""Per node of the largest world: the curves of simulated runs have no stairs of whole shards."""
+"""Shards per node of the largest world: so many that the curves of simulated runs have no steps of whole shards."""
 
 SIGTERM, KILLED = 15, 137
-"""With what Slurm warns, and the exit code of what it kills."""
+"""The signal with which Slurm warns a job, and the exit code of a killed job."""
 
 
 class VirtualHead(Head):
-    """Our head. Arguments: as of `Head`."""
+    """Our head. Arguments: see `Head`."""
 
     def __init__(self, engine: SlurmSim, plans: Sequence[RunPlan], options: Options) -> None:
         super().__init__(engine, plans, options)
@@ -80,17 +80,17 @@ class VirtualHead(Head):
             wall=lambda: self.loop.now,
         )
         self._calls = SlurmCalls(paced, self._registry, self.harvest, self._inbox, _NoFaults())
-        self._leaving: set[str] = set()
-        "tokens of those that are about to leave"
-        self._looks: dict[str, tuple[float, asyncio.TimerHandle | None]] = {}
-        "run -> when time makes one of its allocations leave"
+        self._leaving_tokens: set[str] = set()
+        "tokens of the allocations that are about to leave"
+        self._deadline_timers: dict[str, tuple[float, asyncio.TimerHandle | None]] = {}
+        "run -> (Unix time of its next deadline, timer)"
         for plan in plans:
             self._add(plan)
         for serve in (*self._calls.sources().values(), self._turns):
-            self.loop.keep(serve)
+            self.loop.run_task(serve)
 
     def _add(self, plan: RunPlan) -> None:
-        """Begin a run whose script is known to work, and all of whose nodes are harvested."""
+        """Add a run whose script has worked before, and whose nodes are all harvested."""
         now = self.loop.now
         spec = RunSpec(
             run=plan.run,
@@ -113,7 +113,7 @@ class VirtualHead(Head):
         return Turn(self._registry, self.loop.time(), self.loop.now)
 
     async def _turns(self) -> None:
-        """As the head's loop, with nothing to be written down."""
+        """The head's loop of turns, without writes to the store."""
         while True:
             item = await self._inbox.get()
             turn = self._turn()
@@ -131,43 +131,44 @@ class VirtualHead(Head):
             run = self._registry.runs[run_id]
             run.roster.unwritten.clear()
             for allocation in run.live_allocations():
-                is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
-                if is_told and allocation.token not in self._leaving:
-                    self._leave(run, allocation)
-            self._look_later(run)
+                must_leave = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
+                if must_leave and allocation.token not in self._leaving_tokens:
+                    self._start_leaving(run, allocation)
+            self._schedule_deadline(run)
 
-    def _look_later(self, run: Run) -> None:
-        at, (before, timer) = deadlines.next_at(run, self._config.membership), self._looks.get(run.id, (inf, None))
-        if at != before:
+    def _schedule_deadline(self, run: Run) -> None:
+        at = deadlines.next_at(run, self._config.membership)
+        scheduled_at, timer = self._deadline_timers.get(run.id, (inf, None))
+        if at != scheduled_at:
             if timer is not None:
                 timer.cancel()
-            self._looks[run.id] = at, self.loop.post(at, self._look, run) if at < inf else None
+            self._deadline_timers[run.id] = at, self.loop.post(at, self._watch_deadlines, run) if at < inf else None
 
-    def _look(self, run: Run) -> None:
-        """See what time brings for a run."""
-        del self._looks[run.id]
+    def _watch_deadlines(self, run: Run) -> None:
+        """Act on the deadlines of a run that have passed."""
+        del self._deadline_timers[run.id]
         turn = self._turn()
         deadlines.watch_time(turn, run)
         turn.dirty.add(run.id)
         self._carry_out(turn)
 
-    # -- what the nodes say -----------------------------------------------------------------------------------------
+    # -- reports of the nodes ---------------------------------------------------------------------------------------
 
-    def hear(self, happening: Happening) -> None:
-        if isinstance(happening, Measured):
-            curve = self._registry.runs[happening.run].record.curve
-            curve.observe(happening.members, happening.step_s, happening.lasted_s, happening.at)
+    def hear(self, event: SimEvent) -> None:
+        if isinstance(event, Measurement):
+            curve = self._registry.runs[event.run].record.curve
+            curve.observe(event.members, event.step_s, event.lasted_s, event.at)
             return
-        token = self.engine.name_of(happening.job_id)
+        token = self.engine.name_of(event.job_id)
         run = next((run for run in self._registry.runs.values() if token in run.allocations), None)
         if run is None or not run.allocations[token].live:
             return
         allocation = run.allocations[token]
         turn = self._turn()
-        match happening:
+        match event:
             case Started():
-                self._come(turn, run, allocation, happening)
-            case Active():
+                self._report_start(turn, run, allocation, event)
+            case FirstStep():
                 allocation.active_at = turn.now
                 shards = SHARDS * self._plans[run.id].max_nodes
                 ready = Contract(signature="", shards=shards, global_batch=shards)
@@ -177,11 +178,11 @@ class VirtualHead(Head):
             case Notice() if allocation.agents:
                 hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
             case Ended() if allocation.agents:
-                self.runs.lost(run.id, allocation.agents)
-                self._gone(turn, run, allocation, KILLED)
+                self.runs.lose(run.id, allocation.agents)
+                self._report_left(turn, run, allocation, KILLED)
         self._carry_out(turn)
 
-    def _come(self, turn: Turn, run: Run, allocation: Allocation, started: Started) -> None:
+    def _report_start(self, turn: Turn, run: Run, allocation: Allocation, started: Started) -> None:
         (node,) = started.nodes
         hello = Hello(
             host=node,
@@ -196,35 +197,35 @@ class VirtualHead(Head):
         if allocation.agents:
             self.runs.join(run.id, node, started.job_id)
         else:
-            # It was turned away.
-            self.engine.left(started.job_id)
+            # The head rejected the agent.
+            self.engine.note_exit(started.job_id)
 
-    def _leave(self, run: Run, allocation: Allocation) -> None:
-        """Its node leaves the training, as it was told to, and then the job ends."""
-        self._leaving.add(allocation.token)
+    def _start_leaving(self, run: Run, allocation: Allocation) -> None:
+        """Release the node of an allocation from its run, then end the job."""
+        self._leaving_tokens.add(allocation.token)
         left_at = self.runs.release(run.id, allocation.agents)
-        self.loop.post(left_at, self._left, run, allocation)
+        self.loop.post(left_at, self._end_job, run, allocation)
 
-    def _left(self, run: Run, allocation: Allocation) -> None:
+    def _end_job(self, run: Run, allocation: Allocation) -> None:
         if allocation.live:
             turn = self._turn()
-            self._gone(turn, run, allocation, Exit.NO_RESTART)
+            self._report_left(turn, run, allocation, Exit.NO_RESTART)
             self._carry_out(turn)
-            self.engine.left(allocation.job_id or "")
+            self.engine.note_exit(allocation.job_id or "")
 
-    def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
-        self._leaving.discard(allocation.token)
+    def _report_left(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
+        self._leaving_tokens.discard(allocation.token)
         hear(turn, _peer(allocation), Left(code=code), turn.at)
 
 
-class _AtOnce(Machine):
-    """A membership that lets in whoever reports, and forgets whoever is gone. What that costs is for `sim.work` to say.
+class _InstantMachine(Machine):
+    """A membership machine that admits a node at its first report and forgets a node at its end, without votes.
 
-    No votes are asked for, and nothing is written down.
+    `sim.work` simulates the duration of the changes. Nothing is written to a store.
 
     Args:
-        roster, more: as of `Machine`.
-        pause_s: for so long all are said to stop when somebody joins.
+        roster, more: see `Machine`.
+        pause_s: reported pause of a change in which a node joins, in seconds.
     """
 
     def __init__(self, roster: Roster, pause_s: float, **more: Any) -> None:
@@ -232,12 +233,12 @@ class _AtOnce(Machine):
         self._pause_s = pause_s
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
-        nodes, then = self.roster.nodes, list[ev.Instruction]()
+        nodes, instructions = self.roster.nodes, list[ev.Instruction]()
         match event:
             case ev.Expected():
-                then.append(self._expect_node(event))
+                instructions.append(self._expect_node(event))
             case ev.Reported(report=report):
-                then.append(self._join(report))
+                instructions.append(self._join(report))
             case ev.Ends() if event.node in nodes:
                 nodes[event.node].ends_at = event.ends_at
             case ev.Release():
@@ -245,7 +246,7 @@ class _AtOnce(Machine):
                     nodes[number].leaving = event.reason
             case ev.NodeEnded() if event.node in nodes:
                 self._forget(nodes[event.node])
-        return then
+        return instructions
 
     def _expect_node(self, event: ev.Expected) -> ev.Admitted:
         root = self.roster.root
@@ -277,8 +278,8 @@ class _AtOnce(Machine):
         self.roster.forget(node)
 
 
-class _Registry(Registry):
-    """A registry without files, of runs whose members come and go at once."""
+class _Registry(Book):
+    """A registry without files, of runs whose members join and leave at once."""
 
     def __init__(self, config: Config, pause_s: float) -> None:
         self._pause_s = pause_s
@@ -287,7 +288,9 @@ class _Registry(Registry):
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         run = super().add(stored, revision, at)
-        run.machine = _AtOnce(run.roster, self._pause_s, term=self.term, timing=timing(self.config.membership), at=at)
+        run.machine = _InstantMachine(
+            run.roster, self._pause_s, term=self.term, timing=timing(self.config.membership), at=at
+        )
         return run
 
     def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
@@ -305,11 +308,11 @@ class _NoFaults(Faults):
 
 
 def _config(engine: SlurmSim, options: Options) -> Config:
-    """The defaults, as far as the options do not say otherwise."""
+    """The default configuration with the settings of `options`."""
     at_first = ClusterState(at=engine.now, nodes=[], jobs=[], partitions=list(engine.site.partitions))
     preempts = any(p.preempts for p in as_for_us(at_first, config_of(engine.site), None).partitions)
     return Config(
-        # What a trace does not say of others is not hidden from us: there is nothing behind it.
+        # The trace has all jobs of other users, so none is hidden from our user.
         site=Site(harvest_unseen=True),
         harvest=HarvestSection(allow_without_preemption=not preempts),
         slurm=options.slurm,

@@ -1,10 +1,10 @@
-"""Adds up what a policy made of the idle nodes.
+"""Scores of a policy: the work that it did on the idle nodes, relative to the ideal.
 
-What it is measured against are the same idle nodes with free, instant rescaling. Nodes are shared out then as the
-planner (`fallow.core.planning.share`) would if it knew everything: the sum of log(1 + speed) is greatest. For
-runs alike whose curves bend down that is the equal split, as in published scores, and no other way does more work.
-Else a policy that starves some runs for those that scale best can do more work, and score above 1. Its `utility`, that
-sum over the best one, is then below 1.
+The ideal has the same idle nodes, and rescaling is free and instant. It divides nodes as the planner
+(`fallow.core.planning.share`) would with full knowledge: the sum of log(1 + speed) is maximal. For equal runs with
+concave curves that is the equal split of published scores, and no other division does more work. For other runs a
+policy can do more work, and score above 1, if it starves some runs for those that scale best. Its `utility` (its sum
+divided by the maximal sum) is then below 1.
 """
 
 from collections import Counter
@@ -28,12 +28,12 @@ class _Run:
 
 
 class Tally:
-    """The figures of one play: integrals over virtual time.
+    """The figures of one simulated policy: integrals over virtual time.
 
     Args:
         plans: the runs.
-        nodes: of the site.
-        begin: Unix time.
+        nodes: number of nodes of the site.
+        begin: Unix time at which the simulation begins.
     """
 
     def __init__(self, plans: Sequence[RunPlan], nodes: int, begin: float) -> None:
@@ -47,38 +47,38 @@ class Tally:
         self._waits: Mapping[str, float] = {}
         self._requests = 0
 
-    def pool(self, at: float, idle: int) -> None:
-        """So many nodes are without a job of others from now on."""
+    def set_idle_nodes(self, at: float, idle: int) -> None:
+        """Set the number of nodes without a job of other users from `at` on."""
         if idle != self._idle:
-            self._until(at)
+            self._integrate(at)
             self._idle = idle
 
-    def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
-        """A run has so many members, and stands still for a while."""
-        self._until(at)
+    def set_members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
+        """Set the number of members of a run from `at` on. The run stands still until `stalled_until`."""
+        self._integrate(at)
         each = self._runs[run]
         each.nodes, each.stalled_until = nodes, stalled_until
 
-    def change(self, kind: Kind) -> None:
-        """One change of one run, of however many nodes."""
+    def count_change(self, kind: Kind) -> None:
+        """Count one change of one run. The change may concern several nodes."""
         self._changes[kind] += 1
 
     def end(self, at: float, requests: int, waits: Mapping[str, float]) -> None:
-        """Nothing more is played.
+        """End the simulation.
 
         Args:
             at: Unix time.
-            requests: that slurmctld has had from us.
-            waits: job of others -> for how long it waited for nodes of ours.
+            requests: number of our requests to slurmctld.
+            waits: job of another user -> seconds for which it waited for our nodes.
         """
-        self._until(at)
+        self._integrate(at)
         self._requests, self._waits = requests, waits
 
     def score(self) -> Score:
         seconds = self._at - self._begin
         days, waits = seconds / DAY_S, self._waits.values()
         return Score(
-            # Without a single idle node there was nothing to miss.
+            # Without an idle node there was nothing to miss.
             ideal_ratio=self._work / self._ideal_work if self._ideal_work else 1.0,
             utility=self._value / self._ideal_value if self._ideal_value else 1.0,
             idle_node_s=self._idle_s,
@@ -92,8 +92,8 @@ class Tally:
             slurmctld_rpcs_per_min=self._requests * 60.0 / seconds if seconds else 0.0,
         )
 
-    def _until(self, at: float) -> None:
-        """The numbers of nodes were as they are until now."""
+    def _integrate(self, at: float) -> None:
+        """Add the time up to `at`, in which the numbers of nodes did not change."""
         lasted_s = at - self._at
         if lasted_s <= 0:
             return
@@ -102,7 +102,7 @@ class Tally:
         self._usable_s += most * lasted_s
         self._ideal_work += self._best_work[most] * lasted_s
         self._ideal_value += self._best_value[most] * lasted_s
-        # What a node does while its owner waits for it counts for nothing.
+        # Work on a node does not count while the owner waits for the node.
         members = sum(run.nodes for run in self._runs.values())
         part = min(1.0, self._idle / members) if members else 0.0
         for run in self._runs.values():
@@ -115,7 +115,7 @@ class Tally:
 
 
 class IdealTally(Tally):
-    """The figures of who knows everything and for whom changes are free."""
+    """The figures of the ideal policy: full knowledge and free changes."""
 
     def score(self) -> Score:
         self._harvested_s = self._usable_s
@@ -124,11 +124,11 @@ class IdealTally(Tally):
 
 
 def best_shares(plans: Sequence[RunPlan], nodes: int) -> tuple[list[float], list[float]]:
-    """Work per second, and sum of log(1 + speed), of 0, 1, ... `nodes` nodes shared out in the best way.
+    """Work per second, and sum of log(1 + speed), of 0, 1, ... `nodes` nodes with the best division among the runs.
 
-    Exact, by dynamic programming over the runs: the best of k runs with n nodes is the best of k-1 runs with n-m nodes
-    and m nodes for the last. Which partitions a run may use is left out. With more nodes than the runs can use the
-    lists end sooner; their last entries then hold for all.
+    Exact, by dynamic programming over the runs: the best value of k runs with n nodes is the maximum over m of the best
+    value of k-1 runs with n-m nodes plus the value of the last run with m nodes. The partitions of runs are ignored.
+    If there are more nodes than the runs can use, the lists end there, and their last entries hold for more nodes.
     """
     values, work = [0.0], [0.0]
     for plan in plans:

@@ -1,15 +1,15 @@
-"""How much faster runs train on more nodes, and what changes of their membership cost: mostly published measurements.
+"""Scaling curves of runs and durations of membership changes, mostly from published measurements.
 
-Work is counted in what one node does in a second, so that the work of different models adds up.
+The unit of work is what one node does in a second, so that the work of different models adds up.
 
 Sources:
     AlexNet to DenseNet: images per second on 1, 2, 4, ... 64 Summit nodes with 6 V100 each (Liu et al., BFTrainer,
         arXiv 2106.12091).
     bert to yolov3: 4-GPU nodes as measured for Pollux (Qiao et al., OSDI'21; GitHub petuum/adaptdl, branch
         osdi21-artifact, `simulator/traces/MODEL/scalability.csv`), of the largest global batch that was measured on
-        three numbers of nodes; `core.planning.gain` foretold what is below the fewest nodes measured.
-    Changes in place: what Fallow measures of itself (bench/README.md: 4 members, 10 M parameters).
-    Restarts: 18 s up and 12 s down is Elastic Horovod's in BFTrainer's simulations, 25 to 250 s what Sia measured
+        three numbers of nodes; `core.planning.gain` extrapolated to fewer nodes than were measured.
+    Changes in place: Fallow's own measurements (bench/README.md: 4 members, 10 M parameters).
+    Restarts: 18 s up and 12 s down for Elastic Horovod in BFTrainer's simulations; Sia measured 25 to 250 s
         (SOSP'23).
 """
 
@@ -30,7 +30,7 @@ Rate = tuple[tuple[int, float], ...]
 """(nodes, work per second), ascending; linear in between, constant beyond."""
 
 DEFAULT = "10x64:ShuffleNet"
-"""What BFTrainer was tried with."""
+"""Runs of BFTrainer's evaluation."""
 
 _DOUBLINGS = {
     "AlexNet": (7115.3, 13071.7, 21066.1, 40484.9, 74002.9, 130762.0, 202135.4),
@@ -41,7 +41,7 @@ _DOUBLINGS = {
     "VGG16": (1193.3, 2389.2, 4691.7, 9257.9, 18348.9, 36208.5, 70151.7),
     "DenseNet": (989.9, 1952.5, 3849.8, 7608.1, 14993.2, 28812.2, 57773.9),
 }
-"""On 1, 2, 4, ... 64 nodes."""
+"""Images per second on 1, 2, 4, ... 64 nodes."""
 
 _FEW = (1.0, 1.998, 2.970, 3.986, 4.901, 5.919)
 _ONE_BY_ONE = {
@@ -52,7 +52,7 @@ _ONE_BY_ONE = {
     "ncf": _FEW,
     "yolov3": (*_FEW, 5.942, 5.966, 5.990, 6.014, 6.037, 6.061, 6.085, 6.399, 6.748, 7.574),
 }
-"""On 1, 2, 3, ... nodes."""
+"""Speed on 1, 2, 3, ... nodes, relative to one node."""
 
 CURVES: dict[str, Rate] = {
     **{name: tuple((1 << n, speed / all_[0]) for n, speed in enumerate(all_)) for name, all_ in _DOUBLINGS.items()},
@@ -60,7 +60,7 @@ CURVES: dict[str, Rate] = {
 }
 
 IN_PLACE = Costs(absorb=(0.082, 0.125), release=(0.049, 0.072), eject=(0.416, 0.681), start=(10.0, 20.0))
-"""The start is a script's imports and rehearsal; it depends on the script."""
+"""Durations of changes in place. The start (imports and rehearsal) depends on the script."""
 
 RESTART = "18-12"
 
@@ -71,12 +71,12 @@ _PART = re.compile(r"(\d{1,4})x(?:(\d{1,9})-)?(\d{1,9})(?:,in=([^:]+))?:(.+)")
 
 
 def speeds(plan: RunPlan) -> tuple[float, ...]:
-    """Work per second on 0, 1, ... `plan.max_nodes` nodes; nothing below `min_nodes`."""
+    """Work per second on 0, 1, ... `plan.max_nodes` nodes; 0 below `min_nodes`."""
     return tuple(0.0 if n < plan.min_nodes else rate_of(plan.rate, n) for n in range(plan.max_nodes + 1))
 
 
 def rate_of(rate: Rate, nodes: int) -> float:
-    """Work per second on so many nodes."""
+    """Work per second on `nodes` nodes."""
     right = bisect_right(rate, nodes, key=lambda point: point[0])
     if right == len(rate):
         return rate[-1][1]
@@ -85,38 +85,39 @@ def rate_of(rate: Rate, nodes: int) -> float:
     return r0 + (r1 - r0) * (nodes - n0) / (n1 - n0)
 
 
-def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
-    """Runs from words: `COUNTxMAX:CURVE` or `COUNTxMIN-MAX,in=PARTITION+PARTITION:CURVE`, with `;` between several.
+def parse_runs(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
+    """Parse runs: `COUNTxMAX:CURVE` or `COUNTxMIN-MAX,in=PARTITION+PARTITION:CURVE`, separated by `;`.
 
     Args:
-        text: for example `10x64:ShuffleNet;2x2-16,in=a100+v100:bert`: two of 2 to 16 nodes of these partitions.
-        partitions: that may be harvested; a run may use all of them unless the text says which.
+        text: for example `10x64:ShuffleNet;2x2-16,in=a100+v100:bert`. The second part is two runs of 2 to 16 nodes in
+            these partitions.
+        partitions: partitions that are harvested; a run without `in=` may use all of them.
 
     Raises:
-        FallowError: the text makes no sense, or names a curve or a partition that does not exist.
+        FallowError: the text has another form, or names an unknown curve or partition.
     """
-    found: list[RunPlan] = []
+    run_plans: list[RunPlan] = []
     for part in text.split(";"):
         match = _PART.fullmatch(part.strip())
         number, least, most = (int(word or 1) for word in match.group(1, 2, 3)) if match else (0, 0, 0)
         if match is None or not (number >= 1 and 1 <= least <= most):
             raise FallowError(
-                f"runs {part.strip()!r}: wanted COUNTxNODES:CURVE or COUNTxMIN-MAX,in=PARTITION+PARTITION:CURVE; "
+                f"--runs {part.strip()!r}: expected COUNTxNODES:CURVE or COUNTxMIN-MAX,in=PARTITION+PARTITION:CURVE, "
                 f"for example {DEFAULT}",
                 Exit.USAGE,
             )
-        if sum(plan.max_nodes for plan in found) + number * most > MOST_NODES:
-            raise FallowError(f"runs {part.strip()!r}: more than {MOST_NODES:,} nodes in all", Exit.USAGE)
+        if sum(plan.max_nodes for plan in run_plans) + number * most > MOST_NODES:
+            raise FallowError(f"--runs {part.strip()!r}: more than {MOST_NODES:,} nodes in total", Exit.USAGE)
         chosen = tuple(match[4].split("+")) if match[4] else partitions
         if unknown := [name for name in chosen if name not in partitions]:
             raise FallowError(
-                f"runs {part.strip()!r}: no partition {unknown[0]!r} is harvested; there is {', '.join(partitions)}",
+                f"--runs {part.strip()!r}: partition {unknown[0]!r} is not harvested; choose {', '.join(partitions)}",
                 Exit.USAGE,
             )
         rate = curve_of(match[5])
-        found += [
+        run_plans += [
             RunPlan(
-                run=f"r{len(found) + k + 1}",
+                run=f"r{len(run_plans) + k + 1}",
                 min_nodes=least,
                 max_nodes=most,
                 rate=rate,
@@ -124,16 +125,16 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
             )
             for k in range(number)
         ]
-    return found
+    return run_plans
 
 
 def curve_of(name: str) -> Rate:
-    """A curve by the name of its model, or `head:FILE[:RUN]`: of a run in what `fallow status --json` printed."""
+    """The curve of a model, or of a run in the output of `fallow status --json`: `head:FILE[:RUN]`."""
     source, _, where = name.partition(":")
     if source == "head" and where:
         return _learned(where)
     if name not in CURVES:
-        raise FallowError(f"curve {name!r}: there is {', '.join(CURVES)}, and head:FILE", Exit.USAGE)
+        raise FallowError(f"--runs: no curve {name!r}; choose {', '.join(CURVES)} or head:FILE", Exit.USAGE)
     return CURVES[name]
 
 
@@ -153,38 +154,38 @@ def _learned(where: str) -> Rate:
     except OSError as error:
         raise FallowError(f"{name}: cannot be read ({error.strerror})", Exit.NOINPUT) from None
     except msgspec.MsgspecError as error:
-        raise FallowError(f"{name}: not what `fallow status --json` prints ({error})", Exit.DATA) from None
+        raise FallowError(f"{name}: not the output of `fallow status --json` ({error})", Exit.DATA) from None
     for each in status.runs:
         speeds = [speed for speed in each.speeds if speed.steps_per_s > 0.0]
         if speeds and run in ("", each.run):
-            # The speed of the fewest nodes is shared out: one node was perhaps not measured.
+            # One node may not have been measured: assume a linear curve below the fewest nodes.
             fewest = speeds[0]
             return tuple((s.nodes, s.steps_per_s * fewest.nodes / fewest.steps_per_s) for s in speeds)
-    raise FallowError(f"{name}: no speeds of {f'run {run}' if run else 'any run'} in it", Exit.DATA)
+    raise FallowError(f"{name}: has no speeds of {f'run {run}' if run else 'any run'}", Exit.DATA)
 
 
-# -- costs -----------------------------------------------------------------------------------------------------------
+# -- durations of changes --------------------------------------------------------------------------------------------
 
 
-def restart(words: str, start: tuple[float, float] = IN_PLACE.start) -> Costs:
-    """`18-12`: 18 s for each growth, 12 s for each shrinking, wanted or not.
+def restart_costs(words: str, start: tuple[float, float] = IN_PLACE.start) -> Costs:
+    """Durations of restarts, for example `18-12`: 18 s when a run grows, 12 s when it shrinks or loses a node.
 
     Args:
         words: UP-DOWN in seconds.
-        start: from the start of a job until its node could join (p50, p95).
+        start: time from the start of a job until its node can join (p50, p95), in seconds.
 
     Raises:
-        FallowError: not of this shape.
+        FallowError: `words` has another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", words)
     if match is None:
-        raise FallowError(f"costs {words!r}: wanted UP-DOWN in seconds, for example {RESTART}", Exit.USAGE)
+        raise FallowError(f"--costs {words!r}: expected UP-DOWN in seconds, for example {RESTART}", Exit.USAGE)
     up, down = (float(each) for each in match.groups())
     return Costs(absorb=(up, up), release=(down, down), eject=(down, down), start=start)
 
 
-def drawn(cost: tuple[float, float], which: str) -> float:
-    """One time it costs so much: lognormal through (p50, p95). `which` decides: the same words, the same luck."""
+def draw_cost_s(cost: tuple[float, float], which: str) -> float:
+    """Draw a duration in seconds from the lognormal distribution through (p50, p95). `which` is the seed."""
     p50, p95 = cost
     if p50 <= 0 or p95 <= p50:
         return p50

@@ -1,4 +1,4 @@
-"""One simulation: opens the trace, plays policies over it, and makes a report of what came of it."""
+"""One simulation: open a trace, play policies over it, and report their scores."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,22 +14,22 @@ from fallow.sim.meter import IdealTally
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
-from fallow.sim.traces.sites import harvested
+from fallow.sim.traces.sites import harvested_partitions
 from fallow.sim.types import Options, Plans
 from fallow.sim.work import Head
 
 PROGRESS_S = 600.0
-"""Progress is told so often, in virtual time."""
+"""Virtual seconds between two reports of progress."""
 
 
 class Ideal(Head):
-    """Who knows everything, and for whom changes are free."""
+    """The ideal policy: full knowledge and free changes."""
 
     tally = IdealTally
 
 
 POLICIES: dict[str, type[Head]] = {"ours": VirtualHead, "greedy": Greedy, "restart": Greedy, "ideal": Ideal}
-"""Name of a policy -> who asks for nodes."""
+"""Name of a policy -> its class."""
 
 
 def simulate(
@@ -45,51 +45,51 @@ def simulate(
     site: str | None,
     progress: Callable[[str, float, float], None],
 ) -> SimReport:
-    """Play all policies; the same arguments give the same result.
+    """Play all policies. The same arguments give the same result.
 
     Args:
-        trace: a file, or one of the names of those that come with Fallow.
-        window: what to play of it.
-        policies: names.
-        runs: in the words of `published.plans`.
-        costs: UP-DOWN in seconds: of changes under the policy `restart`.
-        start_up_s: None: as measured.
-        plans: does Slurm know when holes end?
+        trace: a file, or the name of a trace that comes with Fallow.
+        window: the part of the trace to play.
+        policies: names of policies.
+        runs: the runs, as `published.parse_runs` reads them.
+        costs: UP-DOWN, the durations in seconds of changes under the policy `restart`.
+        start_up_s: seconds from the start of a job until its node can join; None: Fallow's measurement.
+        plans: whether Slurm knows when holes end.
         poll_s: seconds between polls.
-        site: folder with the cluster's own description.
-        progress: called with the policy, the share of it that was played, and its ideal ratio so far.
+        site: folder with the output of the site's `scontrol`.
+        progress: called with the policy, the share of the trace that was played (0 to 1), and its ideal ratio so far.
 
     Raises:
-        FallowError: the words make no sense.
+        FallowError: an argument is not valid, or the trace cannot be read.
     """
     for name in policies:
         if name not in POLICIES:
-            raise FallowError(f"policy {name!r}: there is {', '.join(POLICIES)}", Exit.USAGE)
+            raise FallowError(f"--policy {name!r}: no such policy; choose {', '.join(POLICIES)}", Exit.USAGE)
     source = open_trace(trace, window, Path(site) if site else None)
-    # The trace's name without the folders it lies in: a report does not say where somebody keeps things.
-    read = replace(source.read, name=Path(trace).name)
+    # The name without its folders: a report does not reveal the user's paths.
+    read = replace(source.summary, name=Path(trace).name)
     if source.changes is None and plans == "known":
         raise FallowError(
-            f"--plans known: goes with traces of holes; of {read.name} the simulated Slurm plans the jobs itself",
+            f"--plans known needs a trace of idle nodes; {read.name} has jobs, which the simulated Slurm plans itself",
             Exit.USAGE,
         )
     start = published.IN_PLACE.start if start_up_s is None else (start_up_s, start_up_s)
     in_place = Options(
         slurm=Slurm(poll_interval_s=poll_s), costs=replace(published.IN_PLACE, start=start), seed=window.seed
     )
-    restarts = replace(in_place, costs=published.restart(costs, start))
-    run_plans = published.plans(runs, harvested(source.site))
+    restarts = replace(in_place, costs=published.restart_costs(costs, start))
+    run_plans = published.parse_runs(runs, harvested_partitions(source.site))
     played: list[PolicyScore] = []
     begin, lasts_s = source.begin, source.end - source.begin
     for name in dict.fromkeys(policies):
         engine = SlurmSim(source.site, window.seed, begin, source.jobs, changes=source.changes, plans=plans)
         head = POLICIES[name](engine, run_plans, restarts if name == "restart" else in_place)
         play(head, source.end, lambda at, ratio: progress(name, (at - begin) / lasts_s, ratio))  # noqa: B023
-        notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
+        notes = [f"{len(engine.impossible_jobs)} jobs of others need more nodes than their partition has; ignored"]
         score = asdict(head.meter.score())
-        played.append(PolicyScore(**score, name=name, notes=notes if engine.refused else []))
+        played.append(PolicyScore(**score, name=name, notes=notes if engine.impossible_jobs else []))
     first = {field: getattr(played[0], field) for field in Score.__struct_fields__}
-    # Under which rules it was played: those of the trace's own site, where it has one.
+    # The rules of the simulation: those of the site if the trace has one.
     arm = [] if source.changes is None else [f"plans {plans}"]
     arm += ["the site's own Slurm" if site else window.profile, f"runs {runs}"]
     arm += [f"backfill every {source.site.scheduler.bf_interval_s:g} s", f"polls every {poll_s:g} s"]
@@ -97,27 +97,27 @@ def simulate(
 
 
 def play(head: Head, until: float, progress: Callable[[float, float], None] = lambda at, ratio: None) -> None:
-    """Play a cluster, from where it stands, and whoever asks it for nodes, who is closed then.
+    """Play a cluster and a policy from the current time to `until`, then close the policy's loop.
 
-    At equal times the engine comes first, then the runs, then the head; what they set off at once is played in further
-    turns of the same moment.
+    At equal times the engine comes first, then the runs, then the head. What they trigger at once is played in further
+    iterations of the same moment.
 
     Args:
-        head: who asks for nodes.
+        head: the policy.
         until: Unix time of the trace.
         progress: called with the time and the ideal ratio so far.
     """
     engine, meter, loop = head.engine, head.meter, head.loop
     told_at = engine.now
-    meter.pool(engine.now, engine.idle_nodes())
+    meter.set_idle_nodes(engine.now, engine.idle_nodes())
     try:
-        while (at := max(engine.now, min(engine.next_at(), loop.due))) <= until:
-            happenings = engine.advance(at)
-            for happening in happenings:
-                # Timers of one time run in no order; these are heard in theirs, and before them.
-                loop.call_soon(head.hear, happening)
-            meter.pool(at, engine.idle_nodes())
-            if happenings or loop.due <= at:
+        while (at := max(engine.now, min(engine.next_at(), loop.next_due_at))) <= until:
+            events = engine.advance(at)
+            for event in events:
+                # Timers of one time run in any order; events keep their order and come before timers.
+                loop.call_soon(head.hear, event)
+            meter.set_idle_nodes(at, engine.idle_nodes())
+            if events or loop.next_due_at <= at:
                 head.wake()
             if at >= told_at + PROGRESS_S:
                 told_at = at

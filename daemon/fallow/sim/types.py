@@ -1,7 +1,7 @@
-"""The words that the parts of the simulation share: what a cluster, a trace and a run are.
+"""Types that the parts of the simulation share: clusters, traces, runs, and events.
 
-Times are Unix seconds of the trace (virtual), lengths are seconds. At equal times things happen in this order: ends of
-jobs, submissions, the scheduler's main pass, backfill, runs (`clock`), head.
+Times are Unix seconds of the trace (virtual time), durations are seconds. Events of one moment have this order: ends
+of jobs, submissions, the scheduler's main pass, backfill, runs (`clock`), head.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from fallow.config import Slurm
 from fallow.model import Exit, FallowError, PartitionInfo, Struct, TraceRead
 
 Profile = Literal["preempt", "nograce", "plain"]
-"""May Slurm take our nodes: with 10 s of grace, at once, or never? As of the testbed."""
+"""How Slurm preempts our jobs: with 10 s of grace, without grace, or never. The testbed has the same profiles."""
 
 Plans = Literal["hidden", "known"]
-"""Of a trace of holes: does Slurm's plan tell when a hole ends, or does its owner come back without notice?"""
+"""For a trace of holes: whether Slurm's plan shows when a hole ends, or the owner comes back without notice."""
 
 Kind = Literal["absorb", "release", "eject"]
 
@@ -23,24 +23,24 @@ Kind = Literal["absorb", "release", "eject"]
 
 
 class SimJob(Struct, frozen=True, kw_only=True):
-    """A job of somebody else's."""
+    """A job of another user."""
 
     job_id: str
     user: str
     submit_at: float
     start_at: float = 0.0
-    "as recorded"
+    "recorded start"
     runs_s: float
-    "until it ends by itself; it is ended at `limit_s` if that is shorter"
+    "run time until the job ends by itself; Slurm ends the job at `limit_s` if that is shorter"
     limit_s: float
     partition: str
     nodes: int
     gpus_per_node: int = 0
     exclusive: bool = True
-    "whole nodes; else `gpus_per_node` of each, beside other jobs"
+    "True: the job has whole nodes; False: `gpus_per_node` of each, and other jobs may share the nodes"
     priority: int = 0
     nodelist: tuple[str, ...] = ()
-    "where it ran, as recorded; it goes there again if these nodes are free"
+    "recorded nodes; the job starts on them again if they are free"
 
 
 class SimNode(Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class SimNode(Struct, frozen=True, kw_only=True):
 
 
 class Scheduler(Struct, frozen=True, kw_only=True):
-    """Slurm's scheduler as configured; names and defaults of slurm.conf's SchedulerParameters.
+    """Configuration of Slurm's scheduler, with the names and defaults of slurm.conf's SchedulerParameters.
 
     Source: https://slurm.schedmd.com/slurm.conf.html and sched_config.html.
     """
@@ -63,24 +63,24 @@ class Scheduler(Struct, frozen=True, kw_only=True):
     bf_max_job_user: int = 0
     batch_sched_delay_s: float = 3.0
     pass_s: float = 0.2
-    "from an event to the end of the main pass that it leads to"
+    "time from an event to the end of the main pass that the event triggers"
     kill_wait_s: float = 30.0
     message_timeout_s: float = 10.0
     epilog_s: float = 0.3
     min_job_age_s: float = 300.0
 
     @classmethod
-    def of(cls, scheduler_parameters: str, **more: Any) -> "Scheduler":
-        """As a site's SchedulerParameters say, with Slurm's defaults for the rest, and for numbers that it refuses.
+    def from_parameters(cls, scheduler_parameters: str, **more: Any) -> "Scheduler":
+        """Read a site's SchedulerParameters. Missing words, and numbers that Slurm refuses, get Slurm's default.
 
         Args:
-            scheduler_parameters: `bf_interval=30,bf_continue,...`; words that play no part here are left out.
+            scheduler_parameters: `bf_interval=30,bf_continue,...`; words that the simulation does not use are ignored.
             more: other fields, such as `kill_wait_s`.
 
         Raises:
             FallowError: a word has no number.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for word in scheduler_parameters.replace(" ", "").split(","):
             name, _, value = word.partition("=")
             if name in _NUMBERS:
@@ -88,16 +88,16 @@ class Scheduler(Struct, frozen=True, kw_only=True):
                 try:
                     number = int(value)
                     if number >= least or (name, number) == BACKFILL_OFF:
-                        found[field] = number * (unit_s or 1)
+                        values[field] = number * (unit_s or 1)
                 except ValueError:
                     raise FallowError(
                         f"SchedulerParameters: {name} needs a number, for example {name}=30", Exit.DATA
                     ) from None
-        return cls(**{**found, **more})
+        return cls(**{**values, **more})
 
     @property
-    def words(self) -> str:
-        """As `SchedulerParameters` of slurm.conf."""
+    def parameters(self) -> str:
+        """`SchedulerParameters` of slurm.conf."""
         numbers = {name: getattr(self, field) / (unit_s or 1) for name, (field, unit_s, _) in _NUMBERS.items()}
         return ",".join(f"{name}={number:g}" for name, number in numbers.items() if number or _NUMBERS[name][1])
 
@@ -110,7 +110,7 @@ _NUMBERS: dict[str, tuple[str, float, int]] = {
     "bf_max_job_user": ("bf_max_job_user", 0.0, 0),
     "batch_sched_delay": ("batch_sched_delay_s", 1.0, 0),
 }
-"""Word of slurm.conf -> field, its unit in seconds (0: it is a number of jobs), and the least that Slurm takes."""
+"""Word of slurm.conf -> field, its unit in seconds (0: a number of jobs), and the least value that Slurm accepts."""
 
 BACKFILL_OFF = "bf_interval", -1
 
@@ -125,21 +125,21 @@ class Site(Struct, frozen=True, kw_only=True):
 
 
 Change = tuple[float, tuple[int, ...], tuple[int, ...]]
-"""(Unix time, nodes that become idle, nodes that are taken), nodes by their place in `Site.nodes`."""
+"""(Unix time, nodes that become idle, nodes that their owners claim); nodes are indices into `Site.nodes`."""
 
 
 class Recording(Struct, frozen=True, kw_only=True):
-    """A recorded cluster: the jobs of others, or only which nodes were idle when."""
+    """A recorded cluster: either the jobs of other users, or only the times at which nodes became idle and busy."""
 
     site: Site
     begin: float
     end: float
-    read: TraceRead
-    "what its reader found, and had to assume"
+    summary: TraceRead
+    "number of usable and bad lines, and what the reader assumed"
     jobs: Sequence[SimJob] = ()
-    "in order of submission"
+    "jobs of other users in order of submission"
     changes: Sequence[Change] | None = None
-    "in order of time; None: the jobs are known"
+    "changes in order of time; None: the trace has jobs"
 
 
 # -- our jobs on the cluster ----------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Started(Struct, frozen=True, kw_only=True):
     job_id: str
     nodes: tuple[str, ...]
     end_at: float
-    "by its limit"
+    "time at which the job reaches its limit"
 
 
 class Notice(Struct, frozen=True, kw_only=True):
@@ -164,33 +164,33 @@ class Ended(Struct, frozen=True, kw_only=True):
     at: float
     job_id: str
     state: str
-    "in Slurm's words: COMPLETED, CANCELLED, PREEMPTED, TIMEOUT"
+    "Slurm's state: COMPLETED, CANCELLED, PREEMPTED, TIMEOUT"
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
 
 class RunPlan(Struct, frozen=True, kw_only=True):
-    """A run that is to be trained on what is idle."""
+    """A run that trains on idle nodes."""
 
     run: str
     min_nodes: int
     max_nodes: int
     rate: tuple[tuple[int, float], ...]
-    "(nodes, work per second), ascending; linear in between, constant beyond; on one node it is 1"
+    "points (nodes, work per second), ascending; linear between points, constant after the last; 1 on one node"
     partitions: tuple[str, ...] = ()
-    "empty: all"
+    "partitions whose nodes the run may use; empty: all"
 
 
-class Active(Struct, frozen=True, kw_only=True):
-    """A node's first step in the training."""
+class FirstStep(Struct, frozen=True, kw_only=True):
+    """The node of a job has finished its first training step."""
 
     at: float
     job_id: str
 
 
-class Measured(Struct, frozen=True, kw_only=True):
-    """An undisturbed stretch of training, cut as the head's gauge cuts them."""
+class Measurement(Struct, frozen=True, kw_only=True):
+    """The speed of a stretch of training without membership changes, cut as the head cuts stretches."""
 
     at: float
     run: str
@@ -199,27 +199,28 @@ class Measured(Struct, frozen=True, kw_only=True):
     lasted_s: float
 
 
-Happening = Started | Notice | Ended | Active | Measured
-"""What is noticed at once: of our jobs on the cluster, and of the runs in them."""
+SimEvent = Started | Notice | Ended | FirstStep | Measurement
+"""Events that a head learns at once: of our jobs on the cluster, and of the runs in these jobs."""
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What a change costs, as (p50, p95) in seconds."""
+    """Duration of each kind of change, as (p50, p95) in seconds. All members stand still, except during `start`."""
 
     absorb: tuple[float, float]
-    "all members of the run stand still"
+    "a node joins"
     release: tuple[float, float]
+    "a node leaves as planned"
     eject: tuple[float, float]
-    "a loss without notice: the standstill and the step that is done again"
+    "loss of a node without notice: the standstill and the repeated step"
     start: tuple[float, float]
-    "from the start of the job until the node could join; nobody else stands still"
+    "time from the start of the job until the node can join"
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """What heads are told."""
+    """Settings of a simulated head."""
 
     costs: Costs
     seed: int = 0
-    "of their spread"
+    "seed of the spread of `costs`"
     slurm: Slurm = Slurm()
-    "how they ask Slurm"
+    "intervals and rates of requests to Slurm"

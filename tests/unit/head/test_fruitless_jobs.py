@@ -21,7 +21,7 @@ from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.registry import Run
 from fallow.head.state.stored import RunRecord
 from fallow.model import AllocationKind, AllocationState, JobInfo
-from fallow.sim.types import Happening, Started
+from fallow.sim.types import SimEvent, Started
 from runs import CONTRACT, NOW, Nodes
 from scripted_slurm import ScriptedSlurm
 from sim_cases import job
@@ -39,10 +39,10 @@ class Holes(ScriptedSlurm):
         super().__init__(20, config=msgspec.structs.replace(config(), scheduler_parameters=""))
         self.died: list[str] = []
 
-    def happened(self, happenings: Iterable[Happening]) -> None:
+    def happened(self, happenings: Iterable[SimEvent]) -> None:
         for each in happenings:
             if isinstance(each, Started) and self.black.intersection(each.nodes):
-                self.engine.left(each.job_id)
+                self.engine.note_exit(each.job_id)
                 self.died += each.nodes
 
 
@@ -81,7 +81,7 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
         await poll(site, nodes)
         good = [a for a in run.live_allocations() if a.agents]
         if others_come and each % 2 and good:
-            site.slurm.engine.left(good[0].job_id or "", "PREEMPTED")
+            site.slurm.engine.note_exit(good[0].job_id or "", "PREEMPTED")
     assert _holes(site).died == ["n13", "n13"], "within 50 minutes"
     assert "2 jobs in a row came to nothing there" in run.barred["n13"]
     assert not run.record.paused and len(run.live_allocations()) >= 18
@@ -189,7 +189,7 @@ async def cancel(site: Site, run: Run) -> str:
     (node,) = victim.nodes
     victim.agents.setdefault(node, Agent())
     hear(site.turn(), agent_peer(victim, node), Beat(warned=15), site.slurm.now)
-    site.slurm.engine.left(victim.job_id or "", "CANCELLED")
+    site.slurm.engine.note_exit(victim.job_id or "", "CANCELLED")
     await site.poll()
     return node
 
@@ -231,7 +231,7 @@ async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_d
         await site.poll(times=2)
         (young,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
         nodes += young.nodes
-        site.slurm.engine.left(young.job_id or "", "CANCELLED")
+        site.slurm.engine.note_exit(young.job_id or "", "CANCELLED")
         site.slurm.engine.drain(young.nodes if drained else [])
         await site.poll()
     assert run.record.cancelled.barred == run.avoided_nodes == nodes[1:]

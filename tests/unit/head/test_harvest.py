@@ -97,7 +97,7 @@ async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(t
     first, ends, tries = len(site.kinds("withdraw")), 0, len(site.kinds("backoff"))
     for _ in range(240):
         for job_id in draw.sample(slurm.running(), draw.choice((0, 0, 1, 1, 2)) if seed else draw.choice((0, 1))):
-            slurm.engine.left(job_id, "PREEMPTED")
+            slurm.engine.note_exit(job_id, "PREEMPTED")
             ends += 1
         await site.poll()
     cancelled, tries = len(site.kinds("withdraw")) - first, len(site.kinds("backoff")) - tries

@@ -242,7 +242,7 @@ async def test_what_the_head_does_at_each_tick_does_not_grow_with_runs_that_have
     site.book.end_allocation(ended, base, "its agents are gone")
     await site.poll(KEEP_S, times=4)
     assert ended.id in site.book.current, "its batch script goes on"
-    site.slurm.engine.left(base.job_id)
+    site.slurm.engine.note_exit(base.job_id)
     await site.poll()
     assert ended.id in site.book.current and base.counted
     await site.poll(KEEP_S, times=4)

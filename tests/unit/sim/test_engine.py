@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from fallow.model import FallowError, JobInfo, PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.sites import harvested
+from fallow.sim.traces.sites import harvested_partitions
 from fallow.sim.types import Ended, Notice, Profile, Scheduler, SimJob, Site, Started
 from fallow.slurm.client import SubmitRejected
-from sim_cases import MIN, Turns, changes_of, hole_sim, holes, job, of, site, starts, tiers, wanted
+from sim_cases import MIN, Turns, changes_of, events_of, hole_sim, holes, job, site, starts, submission, tiers
 
 
 def sim_of(where: Site, *jobs: SimJob) -> SlurmSim:
@@ -33,33 +33,35 @@ def test_backfill_looks_at_no_more_jobs_than_its_limits_allow(limits: dict[str, 
     sim = sim_of(site(2, **limits), job("runs", 0, 1, 60 * MIN), job("wide", 1, 2, 60 * MIN))
     sim.advance(5.0)
     for number, minutes in enumerate((300, 20)):
-        sim.submit(*wanted(minutes, token=f"fallow-r-h{number}-x"))
-    assert bool(of(Started, sim.advance(300.0))) is starts_ours
+        sim.submit(*submission(minutes, token=f"fallow-r-h{number}-x"))
+    assert bool(events_of(Started, sim.advance(300.0))) is starts_ours
 
 
 def test_nothing_starts_on_a_drained_node_and_no_job_that_is_held() -> None:
     sim = sim_of(site(2, bf_interval_s=1.0), job("part", 0, 1, MIN, gpus=1), job("whole", 0, 1, MIN))
     sim.drain(["n1"])
-    mine = sim.submit(*wanted(1, nice="0"))
-    sim.hold(mine, "QOSMaxJobsPerUserLimit")
-    told = sim.advance(600.0)
+    our_job = sim.submit(*submission(1, nice="0"))
+    sim.hold(our_job, "QOSMaxJobsPerUserLimit")
+    events = sim.advance(600.0)
     assert {node.node: node.flags for node in sim.poll().nodes} == {"n1": ["DRAIN"], "n2": []}
-    assert of(Started, told) == [] and [info.reason for info in sim.poll().jobs] == ["QOSMaxJobsPerUserLimit"]
-    assert sorted(sim.ran) == ["part", "whole"] and starts(sim, "part")[0] != starts(sim, "whole")[0], "both on n2"
-    sim.hold(mine, "")
-    assert [started.nodes for started in of(Started, sim.advance(605.0))] == [("n2",)]
+    assert events_of(Started, events) == [] and [info.reason for info in sim.poll().jobs] == ["QOSMaxJobsPerUserLimit"]
+    assert sorted(sim.run_times) == ["part", "whole"] and starts(sim, "part")[0] != starts(sim, "whole")[0], (
+        "both on n2"
+    )
+    sim.hold(our_job, "")
+    assert [started.nodes for started in events_of(Started, sim.advance(605.0))] == [("n2",)]
 
 
 # -- preemption -----------------------------------------------------------------------------------------------------
 
 
-def held(grace_s: float) -> tuple[SlurmSim, str]:
+def sim_with_our_job(grace_s: float) -> tuple[SlurmSim, str]:
     """One node, which is ours, and a job in `normal` that comes at 100 s."""
     where = site(1, partitions=tiers(1, grace_s), preempt=True, bf_interval_s=0.0)
     sim = sim_of(where, job("user", 100, 1, 60 * MIN, partition="normal"))
-    mine = sim.submit(*wanted(600, partition="scavenge"))
+    our_job = sim.submit(*submission(600, partition="scavenge"))
     sim.advance(50.0)
-    return sim, mine
+    return sim, our_job
 
 
 @pytest.mark.parametrize(
@@ -67,10 +69,10 @@ def held(grace_s: float) -> tuple[SlurmSim, str]:
 )
 def test_preemption_when_we_stay(grace_s: float, notice_at: float, first: float, last: float) -> None:
     """Grace ends at a sweep, which comes every half minute; KillWait follows."""
-    sim, _ = held(grace_s)
-    told = sim.advance(300.0)
-    assert round(of(Notice, told)[0].at, 3) == notice_at
-    [ended] = of(Ended, told)
+    sim, _ = sim_with_our_job(grace_s)
+    events = sim.advance(300.0)
+    assert round(events_of(Notice, events)[0].at, 3) == notice_at
+    [ended] = events_of(Ended, events)
     assert first - 0.01 <= ended.at <= last + 0.01 and ended.state == "PREEMPTED"
     assert starts(sim, "user") == [round(ended.at + 0.5, 3)]
 
@@ -80,11 +82,11 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
     jobs = [job("runs", 0, 1, 100 * MIN, runs_s=200), job("wide", 100, 2, 60 * MIN)]
     sim = sim_of(site(2), *jobs)
     sim.advance(10.0)
-    mine = sim.submit(*wanted(600, nice="0"))
+    our_job = sim.submit(*submission(600, nice="0"))
     sim.advance(200.0)
     assert sim.waits() == {}
     sim.advance(300.0)
-    sim.left(mine)
+    sim.note_exit(our_job)
     sim.advance(400.0)
     assert sim.waits() == {"wide": pytest.approx(300.0 - 200.7)}
 
@@ -95,21 +97,21 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
 def test_refusals() -> None:
     sim = sim_of(site(1), job("wide", 0, 2, MIN))
     with pytest.raises(SubmitRejected, match="invalid partition"):
-        sim.submit(*wanted(partition="q"))
+        sim.submit(*submission(partition="q"))
     with pytest.raises(SubmitRejected, match="node configuration"):
-        sim_of(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])])).submit(*wanted(nodelist="n2"))
+        sim_of(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])])).submit(*submission(nodelist="n2"))
     sim.advance(1.0)
-    assert sim.refused == ["wide"]
+    assert sim.impossible_jobs == ["wide"]
 
 
 def test_scheduler_parameters() -> None:
     words = "bf_interval=5, bf_window=1440,bf_continue,bf_max_job_user=7,bf_busy_nodes,bf_resolution=0"
-    found = Scheduler.of(words, kill_wait_s=5.0)
-    assert found == Scheduler(bf_interval_s=5.0, bf_window_s=86400.0, bf_max_job_user=7, kill_wait_s=5.0)
-    assert Scheduler.of(found.words, kill_wait_s=5.0) == found
-    assert Scheduler.of("bf_interval=-1").bf_interval_s == -1.0
+    scheduler = Scheduler.from_parameters(words, kill_wait_s=5.0)
+    assert scheduler == Scheduler(bf_interval_s=5.0, bf_window_s=86400.0, bf_max_job_user=7, kill_wait_s=5.0)
+    assert Scheduler.from_parameters(scheduler.parameters, kill_wait_s=5.0) == scheduler
+    assert Scheduler.from_parameters("bf_interval=-1").bf_interval_s == -1.0
     with pytest.raises(FallowError, match="bf_window needs a number"):
-        Scheduler.of("bf_window=long")
+        Scheduler.from_parameters("bf_window=long")
 
 
 @pytest.mark.soak
@@ -123,7 +125,7 @@ def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded
         sim.advance(min(sim.next_at(), trace.end))
         idle_s += idle * (sim.now - at)
     assert time.process_time() - began <= 30.0
-    waits = sorted(sim.ran[job.job_id][0] - job.submit_at for job in trace.jobs)
+    waits = sorted(sim.run_times[job.job_id][0] - job.submit_at for job in trace.jobs)
     assert waits[int(0.99 * len(waits))] < 5.0
     assert idle_s / (107 * (trace.end - trace.begin)) == pytest.approx(0.303, abs=0.003)
 
@@ -132,10 +134,10 @@ def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded
 
 
 def ask(engine: SlurmSim, minutes: int = 60) -> str:
-    return engine.submit(*wanted(minutes, partition=harvested(engine.site)[0]))
+    return engine.submit(*submission(minutes, partition=harvested_partitions(engine.site)[0]))
 
 
-def shown(engine: SlurmSim, job_id: str) -> JobInfo:
+def polled_job(engine: SlurmSim, job_id: str) -> JobInfo:
     return next(info for info in engine.poll().jobs if info.job_id == job_id)
 
 
@@ -147,9 +149,9 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     assert engine.idle_nodes() == 0, "it is no idle node any more, though we have it"
     assert [job.required_nodes for job in engine.poll().jobs if job.user == "other"] == [["n0"]]
     assert engine.advance(100.5) == [Notice(at=pytest.approx(100.37), job_id=job_id)]
-    info = shown(engine, job_id)
+    info = polled_job(engine, job_id)
     assert (info.state, info.preempt_at, info.end_at) == ("RUNNING", pytest.approx(100.2), pytest.approx(110.2))
-    engine.left(job_id)
+    engine.note_exit(job_id)
     assert engine.advance(105.0) == [Ended(at=100.5, job_id=job_id, state="PREEMPTED")]
     assert list(engine.waits().values()) == [pytest.approx(0.3)], "from the pass until we have left"
     assert [job.user for job in engine.poll().jobs] == ["me"]
@@ -173,27 +175,27 @@ def test_where_ends_are_planned_nothing_starts_that_would_not_be_over_by_then(mi
 @given(
     turns=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 15)), max_size=12),
     profile=st.sampled_from(["preempt", "nograce", "plain"]),
-    known=st.booleans(),
+    are_plans_known=st.booleans(),
 )
 def test_what_is_idle_is_what_the_trace_says_and_nobody_shares_a_node(
-    turns: Turns, profile: Profile, known: bool
+    turns: Turns, profile: Profile, are_plans_known: bool
 ) -> None:
     changes = changes_of(turns)
-    engine = hole_sim(holes(*changes, profile=profile), "known" if known else "hidden")
+    engine = hole_sim(holes(*changes, profile=profile), "known" if are_plans_known else "hidden")
     for _ in range(6):
         ask(engine, 2)
-    on: dict[str, str] = {}
+    job_on_node: dict[str, str] = {}
     while engine.next_at() < 6000.0:
         for each in engine.advance(engine.next_at()):
             if isinstance(each, Started):
                 (node,) = each.nodes
-                assert node not in on
-                on[node] = each.job_id
+                assert node not in job_on_node
+                job_on_node[node] = each.job_id
             elif isinstance(each, Ended):
-                on = {node: job_id for node, job_id in on.items() if job_id != each.job_id}
-        past = [len(joined) - len(taken) for at, joined, taken in changes if at <= engine.now]
-        assert engine.idle_nodes() == sum(past)
-    assert not on
+                job_on_node = {node: job_id for node, job_id in job_on_node.items() if job_id != each.job_id}
+        idle_counts = [len(joined) - len(claimed) for at, joined, claimed in changes if at <= engine.now]
+        assert engine.idle_nodes() == sum(idle_counts)
+    assert not job_on_node
 
 
 # -- under random loads nothing is lost, nothing is given twice -------------------------------------------------------
@@ -234,10 +236,10 @@ def sites(draw: st.DrawFn) -> Site:
 
 @st.composite
 def jobs_for(draw: st.DrawFn, where: Site) -> list[SimJob]:
-    found = []
+    jobs = []
     for number, at in enumerate(sorted(draw(st.lists(SECONDS, max_size=15)))):
         partition = draw(st.sampled_from(where.partitions))
-        found.append(
+        jobs.append(
             job(
                 str(number),
                 at,
@@ -249,53 +251,53 @@ def jobs_for(draw: st.DrawFn, where: Site) -> list[SimJob]:
                 gpus=draw(st.sampled_from([None, None, 1, 2, 4])),
             )
         )
-    return found
+    return jobs
 
 
-WISHES = st.lists(st.tuples(SECONDS, st.sampled_from(["submit", "cancel", "left"]), st.integers(0, 9)), max_size=12)
+COMMANDS = st.lists(st.tuples(SECONDS, st.sampled_from(["submit", "cancel", "left"]), st.integers(0, 9)), max_size=12)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_nothing_is_given_twice_and_every_job_gets_what_it_needs(data: st.DataObject) -> None:
     where = data.draw(sites())
-    jobs, wishes = data.draw(jobs_for(where)), sorted(data.draw(WISHES))
+    jobs, commands = data.draw(jobs_for(where)), sorted(data.draw(COMMANDS))
     sim = SlurmSim(where, data.draw(st.integers(0, 3)), 0.0, jobs)
-    ours: list[str] = []
-    told: list[Any] = []
+    our_jobs: list[str] = []
+    events: list[Any] = []
 
     def play(to: float) -> None:
         while (at := sim.next_at()) <= to:
-            told.extend(sim.advance(at))
+            events.extend(sim.advance(at))
             check(sim, jobs)
-        told.extend(sim.advance(to))
+        events.extend(sim.advance(to))
 
-    for at, what, number in wishes:
+    for at, what, number in commands:
         play(at)
         if what == "submit":
             partition = where.partitions[number % len(where.partitions)]
-            token, node = f"fallow-r-h{len(ours)}-x", partition.nodes[0] if number > 7 else ""
-            ours.append(sim.submit(*wanted(number + 1, token, partition=partition.partition, nodelist=node)))
-        elif ours:
-            act: Callable[[str], None] = sim.cancel if what == "cancel" else sim.left
-            act(ours[number % len(ours)])
+            token, node = f"fallow-r-h{len(our_jobs)}-x", partition.nodes[0] if number > 7 else ""
+            our_jobs.append(sim.submit(*submission(number + 1, token, partition=partition.partition, nodelist=node)))
+        elif our_jobs:
+            act: Callable[[str], None] = sim.cancel if what == "cancel" else sim.note_exit
+            act(our_jobs[number % len(our_jobs)])
         check(sim, jobs)
     for _ in range(50):
         play(sim.now + 600.0)
-        for job_id in ours:
+        for job_id in our_jobs:
             sim.cancel(job_id)
     assert sim.poll().jobs == [], "all are over, and forgotten"
     assert {node.state for node in sim.poll().nodes} == {"IDLE"} and sim.idle_nodes() == len(where.nodes)
     for each in jobs:
-        if each.job_id not in sim.refused:
-            start, end = sim.ran[each.job_id]
+        if each.job_id not in sim.impossible_jobs:
+            start, end = sim.run_times[each.job_id]
             assert start >= each.submit_at
             is_limited = (
                 each.limit_s - 1e-6 <= end - start <= each.limit_s + SWEEP_S + 1e-6 and end - start < each.runs_s
             )
             assert where.preempt_type or is_limited or abs(end - start - each.runs_s) < 1e-6
     assert all(seconds > 0 for seconds in sim.waits().values())
-    check_told(told, ours)
+    check_events(events, our_jobs)
 
 
 def check(sim: SlurmSim, jobs: list[SimJob]) -> None:
@@ -311,13 +313,13 @@ def check(sim: SlurmSim, jobs: list[SimJob]) -> None:
         completing = any(node.node in each.nodes for each in state.jobs if each.state == "COMPLETING")
         assert ("COMPLETING" in node.flags) is completing
         assert completing or (node.state == "IDLE") is (gpus[node.node] == 0)
-    theirs = {node for each in state.jobs if each.user != "me" for node in each.nodes}
-    assert sim.idle_nodes() == len(state.nodes) - len(theirs)
+    nodes_of_others = {node for each in state.jobs if each.user != "me" for node in each.nodes}
+    assert sim.idle_nodes() == len(state.nodes) - len(nodes_of_others)
 
 
-def check_told(told: list[Any], ours: list[str]) -> None:
+def check_events(events: list[Any], our_jobs: list[str]) -> None:
     """Happenings come in order; ours start once and end once."""
-    assert [each.at for each in told] == sorted(each.at for each in told)
-    for job_id in ours:
-        kinds = [type(each) for each in told if isinstance(each, Started | Ended) and each.job_id == job_id]
+    assert [each.at for each in events] == sorted(each.at for each in events)
+    for job_id in our_jobs:
+        kinds = [type(each) for each in events if isinstance(each, Started | Ended) and each.job_id == job_id]
         assert kinds in ([Started, Ended], [Ended])

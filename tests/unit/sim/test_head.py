@@ -20,21 +20,23 @@ BEGIN = 1_000_000.0
 class Refusing(SlurmSim):
     """Notes when it is asked for something, and refuses all of it until `refuses_until`."""
 
-    def __init__(self, where: Site, others: Sequence[SimJob], refuses_until: float) -> None:
-        super().__init__(where, 0, BEGIN, others)
-        self.asked_at: list[float] = []
+    def __init__(self, where: Site, jobs_of_others: Sequence[SimJob], refuses_until: float) -> None:
+        super().__init__(where, 0, BEGIN, jobs_of_others)
+        self.submit_times: list[float] = []
         self._refuses_until = refuses_until
 
     def submit(self, token: str, options: Mapping[str, str]) -> str:
-        self.asked_at.append(round(self.now - BEGIN, 3))
+        self.submit_times.append(round(self.now - BEGIN, 3))
         if self.now < self._refuses_until:
             raise SubmitRejected(token, "User's group not permitted to use this partition")
         return super().submit(token, options)
 
 
-def cluster(nodes: int, others: Sequence[SimJob] = (), *, preempt: bool, refuses_until: float = 0.0) -> Refusing:
+def cluster(
+    nodes: int, jobs_of_others: Sequence[SimJob] = (), *, preempt: bool, refuses_until: float = 0.0
+) -> Refusing:
     where = site(nodes, partitions=tiers(nodes) if preempt else tiers(nodes)[:1], preempt=preempt, bf_max_job_user=20)
-    return Refusing(where, others, refuses_until)
+    return Refusing(where, jobs_of_others, refuses_until)
 
 
 def played(engine: SlurmSim, plans: Sequence[RunPlan], until_s: float, **asks: float) -> VirtualHead:
@@ -52,7 +54,7 @@ def test_polls_wait_for_tokens_and_are_counted() -> None:
 def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     engine = cluster(2, [job("theirs", BEGIN + 1001.5, 1, 10 * MIN, partition="normal")], preempt=False)
     head = played(engine, linear(most=2), 1100.0)
-    assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
+    assert engine.run_times["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
     assert head.runs.members("r0") == 1 and head.meter.score().unannounced_per_day == 0
     assert head.harvest.neighbours.delays.report(engine.now).jobs == 1
     delayed = head.meter.score().others_delayed
@@ -62,5 +64,5 @@ def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
 def test_what_slurm_refuses_is_left_alone_for_longer_and_longer() -> None:
     engine = cluster(4, preempt=True, refuses_until=BEGIN + 200.0)
     head = played(engine, linear(most=4), 700.0)
-    assert engine.asked_at[:3] == [0.3, 90.3, 240.3], "with the first poll a minute later, and two minutes after that"
+    assert engine.submit_times[:3] == [0.3, 90.3, 240.3], "at the first poll, a minute later, and two minutes later"
     assert head.runs.members("r0") == 4

@@ -11,9 +11,9 @@ from fallow.model import Score
 from fallow.sim.clock import VirtualLoop
 from fallow.sim.published import IN_PLACE
 from fallow.sim.simulate import POLICIES, play
-from fallow.sim.types import Costs, Happening, Options, Profile, Recording, RunPlan, Started
+from fallow.sim.types import Costs, Options, Profile, Recording, RunPlan, SimEvent, Started
 from fallow.sim.work import Head
-from sim_cases import FREE, Turns, changes_of, costing, hole_sim, holes, linear, runs_of, wanted
+from sim_cases import FREE, Turns, changes_of, costing, hole_sim, holes, linear, runs_of, submission
 
 QUICK = {"bf_interval_s": 1.0}
 DAY_S = 86400.0
@@ -64,19 +64,19 @@ class Noting(Head):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.asked = [self.engine.submit(*wanted(partition="scavenge")) for _ in range(8)]
-        self.heard: list[Happening] = []
+        self.job_ids = [self.engine.submit(*submission(partition="scavenge")) for _ in range(8)]
+        self.events: list[SimEvent] = []
 
-    def hear(self, happening: Happening) -> None:
-        self.heard.append(happening)
+    def hear(self, event: SimEvent) -> None:
+        self.events.append(event)
 
 
 def test_what_happens_at_once_is_heard_in_its_order() -> None:
     source = holes((0.0, tuple(range(8)), ()), nodes=8, **QUICK)
     head = Noting(hole_sim(source), [], Options(costs=FREE))
     play(head, 10.0)
-    assert len({each.at for each in head.heard}) == 1
-    assert [each.job_id for each in head.heard if isinstance(each, Started)] == head.asked
+    assert len({each.at for each in head.events}) == 1
+    assert [each.job_id for each in head.events if isinstance(each, Started)] == head.job_ids
 
 
 @settings(max_examples=25, deadline=None)
@@ -108,7 +108,7 @@ def test_an_error_and_ctrl_c_end_the_play(error: type[BaseException], in_a_task:
         fail()
 
     if in_a_task:
-        loop.keep(failing)
+        loop.run_task(failing)
     else:
         loop.post(now, fail)
     with pytest.raises(error):

@@ -12,7 +12,7 @@ from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sacct import COMMAND
 from fallow.sim.traces.shipped import FOLDER, trace_path
-from fallow.sim.traces.sites import from_folder
+from fallow.sim.traces.sites import site_from_folder
 from fallow.sim.types import Recording, SimJob
 
 DATA = Path(__file__).parents[2] / "data"
@@ -21,20 +21,20 @@ DAY_S = 86400.0
 
 
 def jobs(trace: Recording) -> dict[str, SimJob]:
-    found = list(trace.jobs)
-    assert found == sorted(found, key=lambda job: job.submit_at)
-    assert len({job.job_id for job in found}) == len(found)
-    return {job.job_id: job for job in found}
+    records = list(trace.jobs)
+    assert records == sorted(records, key=lambda job: job.submit_at)
+    assert len({job.job_id for job in records}) == len(records)
+    return {job.job_id: job for job in records}
 
 
 def part(job: SimJob) -> tuple[str, int, int, bool]:
     return job.partition, job.nodes, job.gpus_per_node, job.exclusive
 
 
-def refused(path: Path, window: Window | None = None, site_folder: Path | None = None) -> FallowError:
-    with pytest.raises(FallowError) as found:
+def error_of(path: Path, window: Window | None = None, site_folder: Path | None = None) -> FallowError:
+    with pytest.raises(FallowError) as error:
         open_trace(path, window, site_folder)
-    return found.value
+    return error.value
 
 
 # -- the Standard Workload Format ---------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def refused(path: Path, window: Window | None = None, site_folder: Path | None =
 
 def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
     trace = open_trace(SWF, Window(profile="plain"))
-    problems = trace.read
+    problems = trace.summary
     assert problems.jobs == 6
     assert problems.bad_lines == {
         "completed, and no runtime": 1,
@@ -65,9 +65,9 @@ def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
 
 def test_swf_maps_its_fields() -> None:
     trace = open_trace(SWF, Window(profile="plain"))
-    found = jobs(trace)
-    assert list(found) == ["1", "2", "3", "5", "6", "13"]
-    assert found["2"] == SimJob(
+    records = jobs(trace)
+    assert list(records) == ["1", "2", "3", "5", "6", "13"]
+    assert records["2"] == SimJob(
         job_id="2",
         user="u2",
         submit_at=1_000_060.0,
@@ -78,9 +78,9 @@ def test_swf_maps_its_fields() -> None:
         nodes=4,
         gpus_per_node=4,
     )
-    assert part(found["3"]) == ("cpu", 1, 2, False)
-    assert found["6"].nodes == 2  # asked for 6, which are two nodes
-    assert found["13"].limit_s == 40000.0  # it ran for longer than it asked for
+    assert part(records["3"]) == ("cpu", 1, 2, False)
+    assert records["6"].nodes == 2  # asked for 6, which are two nodes
+    assert records["13"].limit_s == 40000.0  # it ran for longer than it asked for
     assert {p.partition: (len(p.nodes), p.max_time_s) for p in trace.site.partitions} == {
         "gpu": (4, DAY_S),
         "cpu": (4, DAY_S),
@@ -109,8 +109,8 @@ def test_lines_that_cannot_be_true_are_skipped(tmp_path: Path, text: str, reason
     path = tmp_path / "log"
     path.write_text(text)
     trace = open_trace(path)
-    ((found, number),) = trace.read.bad_lines.items()
-    assert reason in found and number == 1
+    ((message, number),) = trace.summary.bad_lines.items()
+    assert reason in message and number == 1
     assert len(trace.site.nodes) == (4 if "Max" in text else 2)
 
 
@@ -124,7 +124,7 @@ def test_a_number_that_comes_twice_is_another_job(tmp_path: Path) -> None:
 
 
 def test_sacct_counts_its_bad_lines_and_uses_the_others() -> None:
-    problems = open_trace(SACCT).read
+    problems = open_trace(SACCT).summary
     assert problems.jobs == 10
     assert problems.bad_lines == {
         "a step of a job": 1,
@@ -141,10 +141,10 @@ def test_sacct_counts_its_bad_lines_and_uses_the_others() -> None:
 
 def test_sacct_maps_its_columns() -> None:
     trace = open_trace(SACCT, Window(profile="plain"))
-    found = jobs(trace)
+    records = jobs(trace)
     assert trace.begin == 1_000_600.0  # sacct shows what had not ended by --starttime
     assert trace.end == 1_004_400.0
-    assert found["101"] == SimJob(
+    assert records["101"] == SimJob(
         job_id="101",
         user="u1",
         submit_at=1_000_600.0,  # before the window: it waits as the window begins
@@ -158,14 +158,14 @@ def test_sacct_maps_its_columns() -> None:
         nodelist=("g1",),
     )
     # one GPU of four; two of eight CPUs are as much
-    assert part(found["102"]) == part(found["103"]) == ("gpu", 1, 1, False)
+    assert part(records["102"]) == part(records["103"]) == ("gpu", 1, 1, False)
     # components of a heterogeneous job are jobs
-    assert (part(found["105"]), part(found["106"])) == (("gpu", 1, 4, True), ("cpu", 2, 32, True))
-    assert found["107"].nodelist != found["107.1"].nodelist, "it was requeued"
-    assert found["108"].runs_s == 1400.0  # was still running
-    assert part(found["108"]) == ("cpu", 1, 4, False)
-    assert {job.user for job in found.values()} == {"u1", "u2", "u3"}
-    assert trace.read.assumed == [
+    assert (part(records["105"]), part(records["106"])) == (("gpu", 1, 4, True), ("cpu", 2, 32, True))
+    assert records["107"].nodelist != records["107.1"].nodelist, "it was requeued"
+    assert records["108"].runs_s == 1400.0  # was still running
+    assert part(records["108"]) == ("cpu", 1, 4, False)
+    assert {job.user for job in records.values()} == {"u1", "u2", "u3"}
+    assert trace.summary.assumed == [
         "3 nodes in gpu: those that jobs ran on",
         "2 nodes in cpu: those that jobs ran on",
         "GPUs and CPUs of a node are the most that a job had on it",
@@ -178,7 +178,7 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     (tmp_path / "nodes.txt").write_text(recorded)
     (tmp_path / "partitions.txt").write_text(recorded)
     (tmp_path / "config.txt").write_text((DATA / "slurm" / "25.11" / "poll_config.txt").read_text())
-    site = from_folder(tmp_path)
+    site = site_from_folder(tmp_path)
     assert [node.node for node in site.nodes] == ["n1", "n2", "n3", "n4"]
     assert site.scheduler.version == (25, 11)
     assert (site.scheduler.bf_interval_s, site.scheduler.bf_max_job_test) == (1.0, 200)
@@ -191,14 +191,14 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     path.write_text(text)
     trace = open_trace(path, site_folder=tmp_path)
     assert trace.site.name == site.name
-    assert trace.read.bad_lines["its partition is not among the site's"] == 4
-    assert not any("not simulated" in each for each in trace.read.assumed)
+    assert trace.summary.bad_lines["its partition is not among the site's"] == 4
+    assert not any("not simulated" in each for each in trace.summary.assumed)
     config = (tmp_path / "config.txt").read_text()
     (tmp_path / "config.txt").write_text(config.replace("preempt/partition_prio", "preempt/qos"))
-    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).read.assumed)
+    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).summary.assumed)
     (tmp_path / "config.txt").unlink()
-    assert "scontrol -o show config" in refused(path, site_folder=tmp_path).message
-    assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE
+    assert "scontrol -o show config" in error_of(path, site_folder=tmp_path).message
+    assert error_of(SWF, site_folder=tmp_path).code == Exit.USAGE
 
 
 # -- holes ------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
     trace = open_trace(path, Window(begin_day=650 / DAY_S))
     assert trace.changes == [(650.0, (0, 1, 2), ()), (720.0, (), (1, 2)), (840.0, (1,), ())]
     assert (trace.end, trace.jobs, len(trace.site.nodes)) == (900.0, (), 420)
-    assert trace.read.bad_lines == {"earlier than the line before": 1, "not a number": 1}
+    assert trace.summary.bad_lines == {"earlier than the line before": 1, "not a number": 1}
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -230,11 +230,11 @@ def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is empty"),
-        ("a,b,c\n1,2,3\n", "not the format of any trace"),
+        ("", "file is empty"),
+        ("a,b,c\n1,2,3\n", "unknown format"),
         ("JobID|State\n1|COMPLETED\n", "column Partition is missing"),
         (HEADER, "none of its 0 lines can be used"),
-        (HEADER + "1|p|COMPLETED|2026-10-01T00:00:00|5|9|1|n1\n", "must be Unix seconds"),
+        (HEADER + "1|p|COMPLETED|2026-10-01T00:00:00|5|9|1|n1\n", "not Unix seconds"),
         (HEADER + SOUND + "2|p|X\n3|p|X\n", "2 of 3 lines are bad; the first: line 3: not 8 fields"),
         (HEADER + "1|gpu|RUNNING|1790000000|1790000010|Unknown|1|n1\n", "no job in it has ended"),
         ("1|1|ann|gpu|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7\n", "--noheader"),
@@ -249,20 +249,20 @@ def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "trace.txt"
     path.write_text(text)
-    error = refused(path)
+    error = error_of(path)
     assert reason in error.message
     assert error.code == Exit.DATA
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none").code == Exit.NOINPUT
+    assert error_of(tmp_path / "none").code == Exit.NOINPUT
     path = tmp_path / "jobs.csv.gz"
     path.write_bytes(gzip.compress(trace_path("earth").read_bytes())[:500])
-    assert refused(path).code == Exit.DATA
+    assert error_of(path).code == Exit.DATA
     path.write_bytes(b"no gzip")
-    assert "cannot read it" in refused(path).message
-    assert "they are earth, helios, philly, summit" in refused(Path("Earth")).message
-    outside = refused(SACCT, Window(begin_day=3.0))
+    assert "cannot read it" in error_of(path).message
+    assert "earth, helios, philly, summit" in error_of(Path("Earth")).message
+    outside = error_of(SACCT, Window(begin_day=3.0))
     assert (outside.code, "the trace ends 0.044 days after" in outside.message) == (Exit.USAGE, True)
 
 
@@ -290,13 +290,13 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             if row["queue"] in queues:
                 recorded[row["queue"], True][float(row["time"])] = int(row["running_gpus_ge8"])
                 recorded[row["queue"], False][float(row["time"])] = int(row["running_gpus_lt8"])
-    assert (len(recorded), trace.read.bad_lines["more at once than the queue has"]) == (6, 5119)
+    assert (len(recorded), trace.summary.bad_lines["more at once than the queue has"]) == (6, 5119)
     for key, series in recorded.items():
-        known = now = 0
+        recorded_gpus = now = 0
         before = [at for at in series if at <= trace.begin]
-        known = series[max(before)]
+        recorded_gpus = series[max(before)]
         for minute in range(24 * 60):
             at = trace.begin + 60.0 * minute
-            known = series.get(at, known)
+            recorded_gpus = series.get(at, recorded_gpus)
             now += changes[key].get(at, 0)
-            assert now == known, (key, at)
+            assert now == recorded_gpus, (key, at)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from fallow.model import FallowError
 from fallow.sim.clock import Agenda
 from fallow.sim.meter import Tally, best_shares
-from fallow.sim.published import curve_of, plans, speeds
-from fallow.sim.types import Active, Costs, Kind, Options, RunPlan
+from fallow.sim.published import curve_of, parse_runs, speeds
+from fallow.sim.types import Costs, FirstStep, Kind, Options, RunPlan
 from fallow.sim.work import Work
-from sim_cases import FREE, costing, linear, of, runs_of
+from sim_cases import FREE, costing, events_of, linear, runs_of
 
 
-class Noted(Tally):
+class RecordingTally(Tally):
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -25,15 +25,15 @@ class Noted(Tally):
         self.changes: list[Kind] = []
         self.sizes: list[tuple[float, int, float]] = []
 
-    def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
+    def set_members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
         self.sizes.append((at, nodes, stalled_until))
 
-    def change(self, kind: Kind) -> None:
+    def count_change(self, kind: Kind) -> None:
         self.changes.append(kind)
 
 
-def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, Noted, Agenda]:
-    meter, agenda = Noted(), Agenda(0.0)
+def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, RecordingTally, Agenda]:
+    meter, agenda = RecordingTally(), Agenda(0.0)
     return Work(runs or linear(), Options(costs=costs), meter, agenda), meter, agenda
 
 
@@ -45,20 +45,20 @@ def join(runs: Work, *nodes: str) -> None:
 def test_what_happens_together_is_one_change() -> None:
     runs, meter, agenda = work(costing(18, 12))
     join(runs, "a", "b")
-    assert [type(each) for each in agenda.advance(0)] == [Active, Active]
+    assert [type(each) for each in agenda.advance(0)] == [FirstStep, FirstStep]
     assert meter.sizes == [(0, 2, 0)]
     agenda.advance(100)
     join(runs, "c", "d")
-    runs.lost("r0", ["a"])
-    assert of(Active, agenda.advance(100)) == []
+    runs.lose("r0", ["a"])
+    assert events_of(FirstStep, agenda.advance(100)) == []
     assert meter.changes == ["absorb", "eject", "absorb"]
     assert meter.sizes[-1] == (100, 3, 118)
     agenda.advance(110)
     join(runs, "e")
     agenda.advance(110)
     assert meter.sizes[-1] == (110, 4, 128), "a change within a change begins it anew"
-    active = of(Active, agenda.advance(128))
-    assert active == [Active(at=at, job_id=f"job-{node}") for at, node in ((118, "c"), (118, "d"), (128, "e"))]
+    active = events_of(FirstStep, agenda.advance(128))
+    assert active == [FirstStep(at=at, job_id=f"job-{node}") for at, node in ((118, "c"), (118, "d"), (128, "e"))]
 
 
 def test_release() -> None:
@@ -98,18 +98,18 @@ def test_learned_curves(tmp_path: Path) -> None:
 
 
 def test_runs_from_words() -> None:
-    found = plans("2x64:VGG16;1x2-8,in=b:AlexNet", ("a", "b"))
-    assert [(p.run, p.min_nodes, p.max_nodes) for p in found] == [("r1", 1, 64), ("r2", 1, 64), ("r3", 2, 8)]
-    assert [p.partitions for p in found] == [("a", "b"), ("a", "b"), ("b",)]
-    assert speeds(found[2])[:2] == (0.0, 0.0)
-    assert len(speeds(found[2])) == 9
+    plans = parse_runs("2x64:VGG16;1x2-8,in=b:AlexNet", ("a", "b"))
+    assert [(p.run, p.min_nodes, p.max_nodes) for p in plans] == [("r1", 1, 64), ("r2", 1, 64), ("r3", 2, 8)]
+    assert [p.partitions for p in plans] == [("a", "b"), ("a", "b"), ("b",)]
+    assert speeds(plans[2])[:2] == (0.0, 0.0)
+    assert len(speeds(plans[2])) == 9
     for words in ("", "10", "x4:VGG16", "0x4:VGG16", "1x9-3:VGG16", "1x4", "1x4,in=:VGG16"):
-        with pytest.raises(FallowError, match="wanted COUNTxNODES:CURVE"):
-            plans(words)
-    with pytest.raises(FallowError, match="more than 100,000 nodes in all"):
-        plans("1x90000:VGG16;2x6000:VGG16")
-    with pytest.raises(FallowError, match="no partition 'c' is harvested; there is a, b"):
-        plans("1x4,in=a+c:VGG16", ("a", "b"))
+        with pytest.raises(FallowError, match="COUNTxNODES:CURVE"):
+            parse_runs(words)
+    with pytest.raises(FallowError, match="more than 100,000 nodes"):
+        parse_runs("1x90000:VGG16;2x6000:VGG16")
+    with pytest.raises(FallowError, match="'c' is not harvested"):
+        parse_runs("1x4,in=a+c:VGG16", ("a", "b"))
 
 
 @given(
@@ -126,13 +126,13 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
         )
         for n, curve in enumerate(curves)
     ]
-    known = [speeds(plan) for plan in some]
+    run_speeds = [speeds(plan) for plan in some]
     for n, (work, value) in enumerate(zip(*best_shares(some, nodes), strict=True)):
-        ways = [way for way in product(*(range(len(speed)) for speed in known)) if sum(way) <= n]
-        worth = {way: sum(log1p(speed[m]) for speed, m in zip(known, way, strict=True)) for way in ways}
+        ways = [way for way in product(*(range(len(speed)) for speed in run_speeds)) if sum(way) <= n]
+        worth = {way: sum(log1p(speed[m]) for speed, m in zip(run_speeds, way, strict=True)) for way in ways}
         fairest = [way for way in ways if worth[way] >= max(worth.values()) - 1e-9]
         assert value == pytest.approx(max(worth.values()))
-        works = [sum(speed[m] for speed, m in zip(known, way, strict=True)) for way in fairest]
+        works = [sum(speed[m] for speed, m in zip(run_speeds, way, strict=True)) for way in fairest]
         assert any(abs(work - other) < 1e-9 for other in works)
 
 
@@ -141,10 +141,10 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
 
 def test_score() -> None:
     meter = Tally(runs_of(1, 1, 1.5), 4, 100.0)
-    meter.pool(100, 2)
-    meter.members(100, "r0", 2, 100)
-    meter.change("release")
-    meter.members(150, "r0", 1, 160)
+    meter.set_idle_nodes(100, 2)
+    meter.set_members(100, "r0", 2, 100)
+    meter.count_change("release")
+    meter.set_members(150, "r0", 1, 160)
     meter.end(200, 5, {"theirs": 3.0})
     score = meter.score()
     assert (score.idle_node_s, score.harvested_node_s) == (200, 150)

@@ -1,4 +1,4 @@
-"""Nodes, and which jobs are on them. Sets of nodes are integers: bit n is node n."""
+"""Nodes and the jobs on them. A set of nodes is an integer mask: bit n is node n."""
 
 from collections.abc import Collection, Iterator
 
@@ -7,51 +7,55 @@ from fallow.sim.types import Site
 
 
 class Cluster:
-    """Who has what of which node. A job has its nodes until its epilog is over."""
+    """The use of each node by jobs. A job has its nodes until its epilog is over."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.names = [node.node for node in site.nodes]
         self.index = {name: place for place, name in enumerate(self.names)}
         self.slots = [node.gpus or max(1, node.cpus) for node in site.nodes]
-        "of each node: what jobs share; GPUs, or CPUs of a node without"
-        self.everything = (1 << len(self.names)) - 1
+        "number of slots of each node: its GPUs, or its CPUs if it has no GPU"
+        self.all_nodes = (1 << len(self.names)) - 1
         self.jobs: list[list[Job]] = [[] for _ in self.names]
-        "those on each node, ending ones included"
-        self.on_nodes: dict[int, Job] = {}
-        "those on any, by serial"
-        self._used = [0] * len(self.names)
+        "jobs on each node, including jobs that are ending"
+        self.placed_jobs: dict[int, Job] = {}
+        "serial -> job that has nodes"
+        self._slots_used = [0] * len(self.names)
         levels = range(max(self.slots) + 1)
-        self._has = [sum(1 << n for n, slots in enumerate(self.slots) if slots >= level) for level in levels]
-        "number of slots -> nodes that have as many"
-        self.room = list(self._has)
-        "number of slots -> nodes on which as many are free"
-        self.empty = self.everything
+        self._nodes_with_slots = [
+            sum(1 << n for n, slots in enumerate(self.slots) if slots >= level) for level in levels
+        ]
+        "number of slots -> mask of the nodes with at least this number"
+        self.nodes_with_free = list(self._nodes_with_slots)
+        "number of slots -> mask of the nodes with at least this number of free slots"
+        self.empty_nodes = self.all_nodes
         "nodes without any job"
-        self.theirs = 0
-        "nodes with jobs of others"
-        self.ours = 0
-        "nodes with processes of ours"
-        self.awaited = 0
-        "nodes whose owners are back, whoever is on them"
-        self.ending = 0
+        self.nodes_of_others = 0
+        "nodes with jobs of other users"
+        self.our_nodes = 0
+        "nodes with processes of our jobs"
+        self.claimed_nodes = 0
+        "nodes whose owners are back, on them or waiting for them"
+        self.ending_nodes = 0
         "nodes with a job that is ending"
-        self.yielding = 0
-        "nodes with a job that some partition may preempt"
-        self.drained = 0
-        "nodes on which nothing may start"
-        self.touched = self.everything
-        "nodes that changed since a poll showed them"
+        self.preemptable_nodes = 0
+        "nodes with a job of a partition whose jobs may be preempted"
+        self.drained_nodes = 0
+        "nodes on which no job may start"
+        self.changed_nodes = self.all_nodes
+        "nodes that have changed since the last poll"
         self.partitions = _partitions(site, self.index)
-        self.of_node = [[one for one in self.partitions.values() if one.mask >> n & 1] for n in range(len(self.names))]
+        self.partitions_of = [
+            [one for one in self.partitions.values() if one.mask >> n & 1] for n in range(len(self.names))
+        ]
 
     @property
-    def idle(self) -> int:
-        """Nodes without a job of others; ours may be there."""
-        return self.everything & ~self.theirs & ~self.awaited
+    def idle_nodes(self) -> int:
+        """Nodes without a job of another user; our jobs may be on them."""
+        return self.all_nodes & ~self.nodes_of_others & ~self.claimed_nodes
 
     def mask_of(self, names: Collection[str]) -> int:
-        """Those of these nodes that there are."""
+        """The mask of the named nodes; names of unknown nodes are ignored."""
         mask = 0
         for name in names:
             mask |= 1 << self.index[name] if name in self.index else 0
@@ -60,152 +64,154 @@ class Cluster:
     def names_of(self, mask: int) -> list[str]:
         return [self.names[place] for place in places(mask)]
 
-    def has(self, slots: int) -> int:
-        """Nodes with at least so many slots, without those that are drained."""
-        return self._has[slots] & ~self.drained if slots < len(self._has) else 0
+    def with_slots(self, slots: int) -> int:
+        """Nodes with at least `slots` slots, without drained nodes."""
+        return self._nodes_with_slots[slots] & ~self.drained_nodes if slots < len(self._nodes_with_slots) else 0
 
-    # -- jobs come and go -------------------------------------------------------------------------------------------
+    # -- starts and ends of jobs ------------------------------------------------------------------------------------
 
     def take(self, job: Job) -> None:
-        """The job has `job.mask` from now on."""
-        self.empty &= ~job.mask
-        self.touched |= job.mask
-        if job.ours:
-            self.ours |= job.mask
+        """Give the nodes `job.mask` to a job."""
+        self.empty_nodes &= ~job.mask
+        self.changed_nodes |= job.mask
+        if job.is_ours:
+            self.our_nodes |= job.mask
         else:
-            self.theirs |= job.mask
+            self.nodes_of_others |= job.mask
         if job.partition.preempts:
-            self.yielding |= job.mask
-        self.on_nodes[job.serial] = job
+            self.preemptable_nodes |= job.mask
+        self.placed_jobs[job.serial] = job
         for place in places(job.mask):
             self.jobs[place].append(job)
             self._use(job, place, 1)
 
     def end(self, job: Job) -> None:
-        """The job is ending, and perhaps its processes are gone; it still has its nodes."""
-        self.ending |= job.mask
-        self.touched |= job.mask
-        if job.ours and not job.alive:
-            self.ours &= ~job.mask
+        """Note that a job is ending. It keeps its nodes, but its processes may have ended already."""
+        self.ending_nodes |= job.mask
+        self.changed_nodes |= job.mask
+        if job.is_ours and not job.is_alive:
+            self.our_nodes &= ~job.mask
 
     def free(self, job: Job) -> None:
-        """It has left them."""
-        self.touched |= job.mask
-        del self.on_nodes[job.serial]
+        """Free the nodes of a job."""
+        self.changed_nodes |= job.mask
+        del self.placed_jobs[job.serial]
         for place in places(job.mask):
             jobs, bit = self.jobs[place], 1 << place
             jobs.remove(job)
             self._use(job, place, -1)
             if not jobs:
-                self.empty |= bit
+                self.empty_nodes |= bit
             if not any(other.partition.preempts for other in jobs):
-                self.yielding &= ~bit
-            if all(other.ours for other in jobs):
-                self.theirs &= ~bit
+                self.preemptable_nodes &= ~bit
+            if all(other.is_ours for other in jobs):
+                self.nodes_of_others &= ~bit
             if all(other.state == "RUNNING" for other in jobs):
-                self.ending &= ~bit
+                self.ending_nodes &= ~bit
 
     def _use(self, job: Job, place: int, sign: int) -> None:
         bit, slots = 1 << place, self.slots[place]
-        before = slots - self._used[place]
-        self._used[place] += sign * (slots if job.whole else job.slots)
-        after = slots - self._used[place]
-        for level in range(after + 1, before + 1):
-            self.room[level] &= ~bit
-        for level in range(before + 1, after + 1):
-            self.room[level] |= bit
+        free_before = slots - self._slots_used[place]
+        self._slots_used[place] += sign * (slots if job.is_exclusive else job.slots)
+        free_after = slots - self._slots_used[place]
+        for level in range(free_after + 1, free_before + 1):
+            self.nodes_with_free[level] &= ~bit
+        for level in range(free_before + 1, free_after + 1):
+            self.nodes_with_free[level] |= bit
 
-    # -- which nodes a job could have -------------------------------------------------------------------------------
+    # -- nodes for a job --------------------------------------------------------------------------------------------
 
-    def with_room(self, job: Job) -> int:
-        """Nodes that could take it, or its share on each, beside those that are there."""
-        if job.whole:
-            return self.empty & self.has(job.slots)
-        return self.room[max(1, job.slots)] & ~self.drained if job.slots < len(self.room) else 0
+    def with_capacity(self, job: Job) -> int:
+        """Nodes on which the job, or its share of each node, fits beside the present jobs."""
+        if job.is_exclusive:
+            return self.empty_nodes & self.with_slots(job.slots)
+        if job.slots >= len(self.nodes_with_free):
+            return 0
+        return self.nodes_with_free[max(1, job.slots)] & ~self.drained_nodes
 
-    def fitting(self, job: Job, allowed: int) -> int:
-        """Nodes among `allowed` on which the job can start now; 0: there are not enough.
+    def nodes_for(self, job: Job, candidates: int) -> int:
+        """Nodes among `candidates` on which the job can start now; 0: there are not enough.
 
-        As Slurm's select/cons_tres does, jobs that share nodes go where others are already, whole nodes are taken in
-        their order. Which of several equal nodes it is, is not modelled beyond that.
+        As in Slurm's select/cons_tres, a job that shares nodes prefers nodes with other jobs, and a job with whole
+        nodes takes the first ones. Other preferences of Slurm are not modelled.
         """
-        free = allowed & self.with_room(job)
+        free = candidates & self.with_capacity(job)
         if not is_enough(job, free):
             return 0
         if job.preferred and not job.preferred & ~free:
             return job.preferred
-        if job.whole:
+        if job.is_exclusive:
             return pick(job, free)
-        # The fullest first: that leaves the most of whole nodes.
-        found = job.required
-        for level in range(max(1, job.slots), len(self.room)):
-            above = self.room[level + 1] if level + 1 < len(self.room) else 0
-            here = free & ~above & ~found
-            mixed = here & ~self.empty
-            for part in (mixed, here ^ mixed):
-                missing = job.nodes - found.bit_count()
+        # Start with the fullest nodes: that keeps the most nodes empty.
+        chosen = job.required
+        for level in range(max(1, job.slots), len(self.nodes_with_free)):
+            above = self.nodes_with_free[level + 1] if level + 1 < len(self.nodes_with_free) else 0
+            level_nodes = free & ~above & ~chosen
+            mixed = level_nodes & ~self.empty_nodes
+            for part in (mixed, level_nodes ^ mixed):
+                missing = job.nodes - chosen.bit_count()
                 if missing <= 0:
-                    return found
-                found |= lowest(part, min(missing, part.bit_count()))
-        return found
+                    return chosen
+                chosen |= lowest(part, min(missing, part.bit_count()))
+        return chosen
 
-    def is_held_by_us(self, job: Job, allowed: int) -> bool:
-        """Could it start now on `allowed` if our jobs were not there, whose processes are there still?"""
-        allowed &= self.has(job.slots)
-        free = allowed & (self.with_room(job) | ~(self.theirs | self.ours | self.empty))
-        return is_enough(job, free | allowed & self.ours) and not is_enough(job, free)
+    def is_delayed_by_us(self, job: Job, candidates: int) -> bool:
+        """True if the job could start on `candidates` now, but for our jobs whose processes are still on them."""
+        candidates &= self.with_slots(job.slots)
+        free = candidates & (self.with_capacity(job) | ~(self.nodes_of_others | self.our_nodes | self.empty_nodes))
+        return is_enough(job, free | candidates & self.our_nodes) and not is_enough(job, free)
 
 
-def victims(cluster: Cluster, job: Job, allowed: int) -> list[Job]:
-    """Running jobs that must go so that the job can start on some of `allowed`; none: it would not start even so.
+def victims(cluster: Cluster, job: Job, candidates: int) -> list[Job]:
+    """Running jobs to preempt so that the job can start on some of `candidates`; empty: preemption would not suffice.
 
-    slurm.conf(5), PreemptType=preempt/partition_prio; the lowest tier goes first, then those with the fewest nodes
+    slurm.conf(5), PreemptType=preempt/partition_prio: the lowest tier first, then the jobs with the fewest nodes
     (`src/slurmctld/preempt.c`).
-    As in Slurm, one that was told to go for somebody else, and runs still, is taken like any other (`_run_now` of
-    select/cons_tres), and nodes with a job that is ending do not count (`cg_node_bitmap`, `_pick_best_nodes`).
+    As in Slurm, a job that is being preempted for another job, and still runs, may be chosen again (`_run_now` of
+    select/cons_tres). Nodes with a job that is ending do not count (`cg_node_bitmap`, `_pick_best_nodes`).
     """
-    wanted = allowed & cluster.has(job.slots) & ~cluster.ending
+    usable = candidates & cluster.with_slots(job.slots) & ~cluster.ending_nodes
     if job.required.bit_count() >= job.nodes:
-        wanted &= job.required
-    room = wanted & cluster.with_room(job)
+        usable &= job.required
+    free = usable & cluster.with_capacity(job)
     chosen: list[Job] = []
-    for victim in _in_order(cluster, job, wanted):
-        if is_enough(job, room):
+    for victim in _preemption_order(cluster, job, usable):
+        if is_enough(job, free):
             break
         chosen.append(victim)
-        room |= _room(cluster, job, wanted & victim.mask, chosen)
-    if not is_enough(job, room):
+        free |= _free_without(cluster, job, usable & victim.mask, chosen)
+    if not is_enough(job, free):
         return []
     for victim in list(chosen) if len(chosen) > 1 else ():
         without = [other for other in chosen if other is not victim]
-        if is_enough(job, _room(cluster, job, wanted, without)):
+        if is_enough(job, _free_without(cluster, job, usable, without)):
             chosen = without
     return chosen
 
 
-def _room(cluster: Cluster, job: Job, wanted: int, gone: list[Job]) -> int:
-    """Nodes that would take the job without those."""
-    room = 0
-    for place in places(wanted):
-        staying = [other for other in cluster.jobs[place] if other not in gone]
-        used = sum(cluster.slots[place] if other.whole else other.slots for other in staying)
-        if not staying or (not job.whole and used + max(1, job.slots) <= cluster.slots[place]):
-            room |= 1 << place
-    return room
+def _free_without(cluster: Cluster, job: Job, usable: int, excluded_jobs: list[Job]) -> int:
+    """Nodes on which the job would fit without `excluded_jobs`."""
+    free = 0
+    for place in places(usable):
+        other_jobs = [other for other in cluster.jobs[place] if other not in excluded_jobs]
+        slots_used = sum(cluster.slots[place] if other.is_exclusive else other.slots for other in other_jobs)
+        if not other_jobs or (not job.is_exclusive and slots_used + max(1, job.slots) <= cluster.slots[place]):
+            free |= 1 << place
+    return free
 
 
-def _in_order(cluster: Cluster, job: Job, wanted: int) -> list[Job]:
-    found = {
+def _preemption_order(cluster: Cluster, job: Job, usable: int) -> list[Job]:
+    jobs = {
         other.serial: other
-        for place in places(wanted & cluster.yielding)
+        for place in places(usable & cluster.preemptable_nodes)
         for other in cluster.jobs[place]
         if other.is_preemptable_by(job.partition.tier)
     }
-    return sorted(found.values(), key=lambda other: (other.partition.tier, other.nodes, other.serial))
+    return sorted(jobs.values(), key=lambda other: (other.partition.tier, other.nodes, other.serial))
 
 
 def places(mask: int) -> Iterator[int]:
-    """The nodes of a set, ascending."""
+    """The bit numbers of a mask, ascending."""
     while mask:
         bit = mask & -mask
         yield bit.bit_length() - 1
@@ -213,17 +219,17 @@ def places(mask: int) -> Iterator[int]:
 
 
 def lowest(mask: int, number: int) -> int:
-    """The first so many nodes of a set that has as many."""
-    found = 0
+    """The first `number` nodes of a mask, which must have as many."""
+    first = 0
     for _ in range(number):
         bit = mask & -mask
-        found |= bit
+        first |= bit
         mask ^= bit
-    return found
+    return first
 
 
 def pick(job: Job, free: int) -> int:
-    """As many of `free` as it needs, with those that it named."""
+    """Nodes for the job: the nodes that it requires, and the first ones of `free`."""
     missing = job.nodes - job.required.bit_count()
     return job.required | lowest(free & ~job.required, missing) if missing > 0 else job.required
 
@@ -234,11 +240,11 @@ def is_enough(job: Job, free: int) -> bool:
 
 def _partitions(site: Site, index: dict[str, int]) -> dict[str, Partition]:
     by_tier = site.preempt_type == "preempt/partition_prio"
-    found = {
+    partitions = {
         info.partition: Partition(info, sum(1 << index[name] for name in set(info.nodes)), by_tier and info.preempts)
         for info in site.partitions
     }
-    for one in found.values():
-        below = (other for other in found.values() if other.preempts and other.tier < one.tier)
-        one.may_preempt = any(other.mask & one.mask for other in below)
-    return found
+    for partition in partitions.values():
+        lower_partitions = (other for other in partitions.values() if other.preempts and other.tier < partition.tier)
+        partition.may_preempt = any(other.mask & partition.mask for other in lower_partitions)
+    return partitions

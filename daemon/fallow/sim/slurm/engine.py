@@ -1,6 +1,6 @@
-"""The simulated Slurm as the rest of the simulation sees it, and its commands as the head calls them.
+"""The simulated Slurm: the interface for the rest of the simulation, and Slurm's commands for the head.
 
-It is the agenda of a whole simulation: what happens beside the cluster is put there, too.
+`SlurmSim` is also the agenda of the whole simulation: the events of the runs go there, too.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from fallow.model import ClusterConfig, ClusterState, JobRequest, OwnerView
 from fallow.sim.clock import SUBMIT, Agenda
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job
-from fallow.sim.slurm.lives import SWEEP_S, Lives
+from fallow.sim.slurm.lifecycle import SWEEP_S, Lifecycle
 from fallow.sim.slurm.owners import Owners
-from fallow.sim.slurm.scheduler import LOOK_S, Rounds
+from fallow.sim.slurm.scheduler import LOOK_S, SchedulingLoop
 from fallow.sim.slurm.view import View, config
 from fallow.sim.types import Change, Plans, SimJob, Site
 from fallow.slurm import parse
@@ -23,7 +23,7 @@ from fallow.slurm.cli import POLL_REQUESTS
 from fallow.slurm.client import SubmitRejected
 
 FIRST_JOB = 1_000_000_000
-"""Ids of our jobs begin here; those of a trace are lower."""
+"""Job ids of our jobs begin here; the ids of a trace are lower."""
 
 US = "me"
 """Our user name."""
@@ -32,14 +32,14 @@ NOT_AVAILABLE = "Requested node configuration is not available"
 
 
 class SlurmSim(Agenda):
-    """A cluster on which the jobs of others run, and ours.
+    """A cluster with the jobs of other users and ours.
 
     Args:
         site: nodes, partitions, scheduler.
-        seed: for the moments at which slurmctld's rhythms began.
-        begin: Unix time at which it begins.
-        jobs: of others, by their time of submission. Read as time goes on, and never held as a whole.
-        changes: where nothing but the idle nodes is known, in place of jobs.
+        seed: seed of the phases of slurmctld's periodic tasks.
+        begin: Unix time at which the simulation begins.
+        jobs: jobs of other users by time of submission. They are read one by one as time passes.
+        changes: the changes of the idle nodes, in place of jobs, for a trace of holes.
         plans: whether Slurm knows when holes end.
     """
 
@@ -56,53 +56,53 @@ class SlurmSim(Agenda):
         super().__init__(begin)
         self.site = site
         self.requests = 0
-        "that slurmctld has had from us"
-        self.refused: list[str] = []
-        "jobs of others that could never start"
+        "number of our requests to slurmctld"
+        self.impossible_jobs: list[str] = []
+        "ids of jobs of other users that could never start"
         self._jobs: Iterator[SimJob] = iter(jobs)
         phases = Random(f"{seed}/slurm/clock")
         self._cluster = Cluster(site)
-        self._lives = Lives(self._cluster, self, phases.uniform(0.0, SWEEP_S))
-        owners = None if changes is None else Owners(changes, plans, self._lives)
-        self._rounds = Rounds(self._lives, owners, phases.uniform(0.0, LOOK_S))
-        self._view = View(self._lives, owners)
+        self._lifecycle = Lifecycle(self._cluster, self, phases.uniform(0.0, SWEEP_S))
+        owners = None if changes is None else Owners(changes, plans, self._lifecycle)
+        self._scheduling = SchedulingLoop(self._lifecycle, owners, phases.uniform(0.0, LOOK_S))
+        self._view = View(self._lifecycle, owners)
         self._serial = 0
         self._last_priority: int | None = None
-        "of the last job of the trace that says"
+        "priority of the last job of the trace with a recorded priority"
         self._await_job()
 
     @property
-    def ran(self) -> dict[str, tuple[float, float]]:
-        """Job of others -> its start and its end (infinity while it runs)."""
-        return self._lives.ran
+    def run_times(self) -> dict[str, tuple[float, float]]:
+        """Job of another user -> its start and its end (infinity while it runs)."""
+        return self._lifecycle.run_times
 
     def waits(self) -> dict[str, float]:
-        """Job of others -> for how long nodes of ours alone have kept it from starting, until now."""
-        return self._lives.waits()
+        """Job of another user -> seconds for which only our jobs have kept it from starting."""
+        return self._lifecycle.waits()
 
     def idle_nodes(self) -> int:
-        """Without a job of others: ours are included."""
-        return self._cluster.idle.bit_count()
+        """Number of nodes without a job of another user. Nodes with our jobs count."""
+        return self._cluster.idle_nodes.bit_count()
 
-    # -- for the head -----------------------------------------------------------------------------------------------
+    # -- commands of our user ---------------------------------------------------------------------------------------
 
     def submit(self, token: str, options: Mapping[str, str]) -> str:
-        """sbatch: a job of ours. Returns its id.
+        """Submit a job of ours (sbatch). Returns its id.
 
         Args:
-            token: its name.
-            options: of sbatch, without the dashes: partition and time, and nodes, nodelist, exclude and nice if given.
+            token: name of the job.
+            options: sbatch's options without the dashes: partition, time; optional: nodes, nodelist, exclude, nice.
 
         Raises:
-            SubmitRejected: there is no such partition, or it has not so many nodes or not that one.
+            SubmitRejected: the partition does not exist, has fewer nodes, or does not have a named node.
         """
         self.requests += 1
         partition = self._cluster.partitions.get(options["partition"])
         if partition is None:
             raise SubmitRejected(token, f"invalid partition specified: {options['partition']}")
-        nodes, named = parse.count(options.get("nodes", "1")), parse.nodes(options.get("nodelist", ""))
-        required = self._cluster.mask_of(named)
-        if partition.mask.bit_count() < nodes or required & ~partition.mask or required.bit_count() < len(named):
+        nodes, names = parse.count(options.get("nodes", "1")), parse.nodes(options.get("nodelist", ""))
+        required = self._cluster.mask_of(names)
+        if partition.mask.bit_count() < nodes or required & ~partition.mask or required.bit_count() < len(names):
             raise SubmitRejected(token, NOT_AVAILABLE)
         self._serial += 1
         job = Job(
@@ -117,42 +117,42 @@ class SlurmSim(Agenda):
             limit_s=parse.duration(options["time"]) or inf,
             required=required,
             excluded=self._cluster.mask_of(parse.nodes(options.get("exclude", ""))),
-            ours=True,
+            is_ours=True,
         )
-        self._lives.add(job)
-        self._rounds.submitted()
+        self._lifecycle.add(job)
+        self._scheduling.note_submission()
         return job.job_id
 
     def cancel(self, job_id: str) -> None:
-        """scancel; a job that has ended does not matter."""
+        """Cancel a job (scancel). No error if the job has ended."""
         self.requests += 1
-        job = self._lives.jobs.get(job_id)
+        job = self._lifecycle.jobs.get(job_id)
         if job is not None:
-            self._lives.cancel(job)
+            self._lifecycle.cancel(job)
 
     def name_of(self, job_id: str) -> str:
-        """The name of a job that Slurm knows: the token of ours."""
-        return self._lives.jobs[job_id].name
+        """The name of a job that Slurm still knows. The name of our jobs is their token."""
+        return self._lifecycle.jobs[job_id].name
 
-    def left(self, job_id: str, state: str = "") -> None:
-        """Our processes are gone: by themselves, so the job completes, or for a reason that is known as `state`."""
-        job = self._lives.jobs.get(job_id)
+    def note_exit(self, job_id: str, state: str = "") -> None:
+        """Note that the processes of our job have ended. `state`: final state of the job; empty: it completes."""
+        job = self._lifecycle.jobs.get(job_id)
         if job is not None:
-            self._lives.left(job, state)
+            self._lifecycle.note_exit(job, state)
 
     def hold(self, job_id: str, reason: str) -> None:
-        """Keep a job that waits from starting, as a limit of its QOS does; with an empty reason it may start."""
-        job = self._lives.jobs[job_id]
-        if job.held_for != reason:
-            job.held_for = reason
-            self._lives.give_reason(job, reason)
-            self._lives.changed()
+        """Hold a pending job, as a limit of its QOS does. An empty reason releases the job."""
+        job = self._lifecycle.jobs[job_id]
+        if job.hold_reason != reason:
+            job.hold_reason = reason
+            self._lifecycle.give_reason(job, reason)
+            self._lifecycle.note_change()
 
     def drain(self, nodes: Collection[str]) -> None:
-        """Start nothing on these nodes from now on, and on all others what fits."""
-        self._cluster.drained = self._cluster.mask_of(nodes)
-        self._cluster.touched = self._cluster.everything
-        self._lives.changed()
+        """Set the drained nodes: no job starts on them."""
+        self._cluster.drained_nodes = self._cluster.mask_of(nodes)
+        self._cluster.changed_nodes = self._cluster.all_nodes
+        self._lifecycle.note_change()
 
     def poll(self) -> ClusterState:
         self.requests += POLL_REQUESTS
@@ -162,7 +162,7 @@ class SlurmSim(Agenda):
         self.requests += 1
         return config(self.site)
 
-    # -- jobs of others ---------------------------------------------------------------------------------------------
+    # -- jobs of other users ----------------------------------------------------------------------------------------
 
     def _await_job(self) -> None:
         job = next(self._jobs, None)
@@ -174,14 +174,14 @@ class SlurmSim(Agenda):
         self.arrive(job)
 
     def arrive(self, job: SimJob) -> None:
-        """Somebody else submits a job now."""
+        """Submit a job of another user now."""
         partition = self._cluster.partitions[job.partition]
         self._serial += 1
-        if (partition.mask & self._cluster.has(job.gpus_per_node)).bit_count() < job.nodes:
-            self.refused.append(job.job_id)
+        if (partition.mask & self._cluster.with_slots(job.gpus_per_node)).bit_count() < job.nodes:
+            self.impossible_jobs.append(job.job_id)
             return
         recorded = self._cluster.mask_of(job.nodelist) & partition.mask
-        self._lives.add(
+        self._lifecycle.add(
             Job(
                 job_id=job.job_id,
                 name=f"job-{job.job_id}",
@@ -194,29 +194,29 @@ class SlurmSim(Agenda):
                 limit_s=job.limit_s,
                 runs_s=job.runs_s,
                 slots=job.gpus_per_node,
-                whole=job.exclusive or partition.info.exclusive,
+                is_exclusive=job.exclusive or partition.info.exclusive,
                 preferred=recorded if recorded.bit_count() == job.nodes else 0,
             )
         )
         if job.priority:
             self._last_priority = job.priority
-        self._rounds.submitted()
+        self._scheduling.note_submission()
 
-    def _priority(self, given: int) -> int:
-        """As recorded; where that is unknown, as under priority/basic: who comes first is first."""
-        if given:
-            return given
+    def _priority(self, recorded: int) -> int:
+        """The recorded priority; if there is none, as under priority/basic: first come, first served."""
+        if recorded:
+            return recorded
         return FIRST_PRIORITY - self._serial if self._last_priority is None else self._last_priority
 
 
 class SimClient:
-    """`SlurmClient` over an engine that somebody else plays."""
+    """`SlurmClient` over a simulated cluster. The caller advances the cluster."""
 
     start_s = 0.0
     answer_s = 0.2
-    "from a poll to its answer"
+    "seconds from a poll to its answer"
     sbatch_s = 0.1
-    "what sbatch takes"
+    "seconds that sbatch takes"
 
     def __init__(self, engine: SlurmSim) -> None:
         self.engine = engine
@@ -247,5 +247,5 @@ class SimClient:
 
 
 def option_values(request: JobRequest) -> dict[str, str]:
-    """What is given to sbatch: option -> value."""
+    """sbatch's options of a request: name -> value."""
     return dict(option.removeprefix("--").partition("=")[::2] for option in request.options)

@@ -1,4 +1,4 @@
-"""Jobs and partitions as the simulated scheduler keeps them."""
+"""Jobs and partitions of the simulated scheduler."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -6,18 +6,18 @@ from math import inf
 from fallow.model import JobInfo, PartitionInfo
 
 FIRST_PRIORITY = 4_294_901_759
-"""Of the first job under priority/basic; each later one has one less."""
+"""Priority of the first job under priority/basic; each later job has one less."""
 
 
 @dataclass(eq=False, slots=True)
 class Partition:
     info: PartitionInfo
     mask: int
-    "its nodes, as bits by their places in the site"
+    "mask of its nodes"
     preempts: bool
-    "its jobs may be preempted"
+    "True if its jobs may be preempted"
     may_preempt: bool = False
-    "there are such partitions of a lower tier on its nodes"
+    "True if its nodes also belong to a partition of a lower tier whose jobs may be preempted"
     name: str = field(init=False)
     tier: int = field(init=False)
     longest_s: float = field(init=False)
@@ -40,43 +40,43 @@ class Job:
     "order of submission"
     limit_s: float
     runs_s: float = inf
-    "until it ends by itself; infinity: when it is told to"
+    "run time until it ends by itself; infinity: it runs until it is ended"
     slots: int = 0
-    "of each node; GPUs, or CPUs of nodes without"
-    whole: bool = True
+    "slots of each node: GPUs, or CPUs of nodes without GPUs"
+    is_exclusive: bool = True
     required: int = 0
     excluded: int = 0
     preferred: int = 0
-    "where it goes if these are free"
-    ours: bool = False
+    "mask of the nodes on which it starts if they are all free"
+    is_ours: bool = False
     is_owner: bool = False
-    "it stands for whatever an owner runs on his node; polls do not show it while it runs"
-    # -- from here on: what became of it
+    "True for the job of an owner of a node (`owners`); polls do not show it while it runs"
+    # -- the state of the job
     state: str = "PENDING"
-    final: str = ""
-    "the state that it will have when it has left its nodes"
+    final_state: str = ""
+    "state after it has left its nodes"
     reason: str = ""
-    held_for: str = ""
-    "why the scheduler must not start it; empty: it may"
+    hold_reason: str = ""
+    "reason of a hold; empty: no hold"
     mask: int = 0
-    "its nodes"
+    "mask of its nodes"
     start_at: float = 0.0
     end_at: float = 0.0
     preempt_at: float | None = None
-    again_at: float = -inf
-    "when it may have others preempted"
-    held_since: float | None = None
-    "since when nodes of ours alone keep it from starting"
-    alive: bool = False
-    "its processes are there"
+    retry_at: float = -inf
+    "Unix time from which it may preempt again"
+    delayed_since: float | None = None
+    "Unix time since which only our jobs keep it from starting; None: they do not"
+    is_alive: bool = False
+    "True while it has processes"
     planned: int = 0
     planned_at: float | None = None
-    shown: JobInfo | None = None
-    "as polls show it; None: it has changed since the last one"
+    job_info: JobInfo | None = None
+    "cached record for polls; None: the job has changed since the last poll"
     stamp: int = 0
-    "counts changes, so that events that were planned before the last one come to nothing"
+    "number of changes so far; the agenda drops events that were scheduled before the last change"
     key: tuple[int, int, int] = field(init=False)
-    "the order in which the scheduler looks at jobs"
+    "sort key of the scheduler's queue"
 
     def __post_init__(self) -> None:
         self.key = (-self.partition.tier, -self.priority, self.serial)
@@ -86,12 +86,12 @@ class Job:
         return min(self.limit_s, self.partition.longest_s)
 
     @property
-    def kept_by(self) -> str:
-        """Why the scheduler does not look for nodes for it; empty: it does."""
+    def skip_reason(self) -> str:
+        """Reason for which the scheduler skips the job; empty: it does not."""
         if self.limit_s > self.partition.longest_s:
             return "PartitionTimeLimit"
-        return self.held_for if self.partition.info.up else "PartitionDown"
+        return self.hold_reason if self.partition.info.up else "PartitionDown"
 
     def is_preemptable_by(self, tier: int) -> bool:
-        """May a job of this partition tier have it ended?"""
+        """True if a job of a partition with this tier may preempt this job."""
         return self.state == "RUNNING" and self.partition.preempts and self.partition.tier < tier

@@ -1,6 +1,6 @@
-"""When the main scheduler and backfill look at the queue, and what the main scheduler does.
+"""The times of the main scheduler's passes and of backfill's cycles, and the main scheduler itself.
 
-It goes strictly in order and does not look ahead (`src/slurmctld/job_scheduler.c`, `_schedule`).
+The main scheduler takes jobs strictly in order and does not plan ahead (`src/slurmctld/job_scheduler.c`, `_schedule`).
 """
 
 from math import inf
@@ -8,48 +8,53 @@ from math import inf
 from fallow.sim.clock import BACKFILL, PASS, next_beat
 from fallow.sim.slurm.backfill import Cycle
 from fallow.sim.slurm.jobs import Job
-from fallow.sim.slurm.lives import Lives
+from fallow.sim.slurm.lifecycle import Lifecycle
 from fallow.sim.slurm.owners import Owners
 
 RESOURCES, PRIORITY = "Resources", "Priority"
 NO_NODES = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
 
 LOOK_S = 1.0
-"""The backfill thread looks so often whether there is something to do, once its interval is over."""
+"""Seconds between the backfill thread's checks for work, once its interval is over."""
 
 
-class Rounds:
+class SchedulingLoop:
     """Passes of the main scheduler and cycles of backfill.
 
     Args:
-        lives: the jobs that are looked at.
-        owners: of a cluster of which only the holes are known; None: all jobs are known.
-        look_phase_s: when the looks of backfill's thread began.
+        lifecycle: the jobs of the cluster.
+        owners: owners of the nodes if the trace has only holes; None: the trace has jobs.
+        look_phase_s: phase of the backfill thread's checks.
     """
 
-    def __init__(self, lives: Lives, owners: Owners | None, look_phase_s: float) -> None:
-        self._lives, self._scheduler, self._cluster, self._agenda = lives, lives.scheduler, lives.cluster, lives.agenda
+    def __init__(self, lifecycle: Lifecycle, owners: Owners | None, look_phase_s: float) -> None:
+        self._lifecycle, self._scheduler, self._cluster, self._agenda = (
+            lifecycle,
+            lifecycle.scheduler,
+            lifecycle.cluster,
+            lifecycle.agenda,
+        )
         self._owners = owners
-        lives.changed = self.changed
+        lifecycle.note_change = self.note_change
         self._look_phase_s = look_phase_s
         self._pass_at = self._cycle_at = inf
         self._submits_at = -inf
-        "of the last pass for submitted jobs: the next one waits for batch_sched_delay"
+        "time of the last pass for submitted jobs; the next one waits for batch_sched_delay"
         self._cycle_end = -inf
-        "of the last backfill cycle"
+        "end of the last backfill cycle"
         self._is_busy = False
-        "jobs waited at its end: cycles go on without anything that changes"
+        "True if jobs were pending at that end: the next cycle does not need a change"
         self._has_changed = False
-        "since the last cycle"
+        "True if something has changed since the last cycle"
 
-    def changed(self) -> None:
-        """Jobs may have room that they did not have before: looked at, at once."""
+    def note_change(self) -> None:
+        """Schedule a pass at once: nodes may have become available."""
         self._pass_by(self._agenda.now + self._scheduler.pass_s)
 
-    def submitted(self) -> None:
-        """A job has come: it may be held for a while, with those that come meanwhile."""
+    def note_submission(self) -> None:
+        """Schedule a pass for a new job. batch_sched_delay may defer it, so that one pass serves several new jobs."""
         now = self._agenda.now
-        if self._submits_at < now:  # else one is planned that will see this job, too
+        if self._submits_at < now:  # else the scheduled pass will see this job, too
             self._submits_at = max(now, self._submits_at + self._scheduler.batch_sched_delay_s)
         self._pass_by(self._submits_at + self._scheduler.pass_s)
 
@@ -63,48 +68,48 @@ class Rounds:
         self._cycle_soon()
 
     def _pass(self) -> None:
-        """Start what can start, unless a pass that was planned later came before this one.
+        """Start the jobs that can start, unless another pass has replaced this one.
 
-        A job that finds no nodes keeps all nodes of its partition from those behind it, in whatever partition they
-        are; one that named its nodes keeps these alone.
+        A job that finds no nodes blocks all nodes of its partition for later jobs, also for jobs of other partitions.
+        A job with a node list blocks only the listed nodes.
         """
         if self._pass_at != self._agenda.now:
             return
         self._pass_at = inf
-        cluster, lives = self._cluster, self._lives
-        avail = cluster.everything
+        cluster, lifecycle = self._cluster, self._lifecycle
+        avail = cluster.all_nodes
         failed: set[str] = set()
-        for job in list(lives.pending):
+        for job in list(lifecycle.pending):
             partition = job.partition
             if partition.name in failed:
                 if job.reason in ("", RESOURCES):
-                    lives.give_reason(job, PRIORITY)
-            elif job.kept_by:
-                lives.give_reason(job, job.kept_by)
-            elif job.ours and self._owners is not None:
-                # Somebody else is always waiting before ours, so they start in backfill cycles only.
-                lives.give_reason(job, RESOURCES if job.required else PRIORITY)
+                    lifecycle.give_reason(job, PRIORITY)
+            elif job.skip_reason:
+                lifecycle.give_reason(job, job.skip_reason)
+            elif job.is_ours and self._owners is not None:
+                # Jobs of other users are assumed to wait before ours, so ours start only in backfill cycles.
+                lifecycle.give_reason(job, RESOURCES if job.required else PRIORITY)
             else:
                 reason = self._try(job, avail & partition.mask)
                 if not reason:
                     continue
-                lives.give_reason(job, reason)
+                lifecycle.give_reason(job, reason)
                 if job.required.bit_count() >= job.nodes:
                     avail &= ~job.required
                 elif reason == RESOURCES:
                     failed.add(partition.name)
                     avail &= ~partition.mask
 
-    def _try(self, job: Job, here: int) -> str:
-        """Start a job on some of these nodes, or have others preempted for it. Returns why it waits; empty: no more."""
-        if here.bit_count() < job.nodes:
+    def _try(self, job: Job, candidates: int) -> str:
+        """Start a job on some of `candidates`, or preempt jobs for it. Returns why it waits; empty: it has started."""
+        if candidates.bit_count() < job.nodes:
             return NO_NODES
-        here &= ~job.excluded
-        if self._lives.try_to_start(job, here):
+        candidates &= ~job.excluded
+        if self._lifecycle.try_to_start(job, candidates):
             return ""
-        if not job.ours:
-            self._lives.note_held(job, self._cluster.is_held_by_us(job, here))
-        return "ReqNodeNotAvail, May be reserved for other job" if job.required & ~here else RESOURCES
+        if not job.is_ours:
+            self._lifecycle.note_delay(job, self._cluster.is_delayed_by_us(job, candidates))
+        return "ReqNodeNotAvail, May be reserved for other job" if job.required & ~candidates else RESOURCES
 
     # -- backfill ---------------------------------------------------------------------------------------------------
 
@@ -115,10 +120,10 @@ class Rounds:
                 self._agenda.at(self._cycle_at, BACKFILL, self._cycle)
 
     def _next_cycle(self) -> float:
-        """When backfill looks next, if something changed now; infinity: never.
+        """Time of the next backfill cycle if something changed now; infinity: never.
 
-        It sleeps for its interval after a cycle, then looks each second whether something changed; while jobs wait,
-        its own plans are changes (backfill.c: `backfill_agent`, `_more_work`).
+        The thread sleeps for its interval after a cycle, then checks each second for a change. While jobs are pending,
+        the plans of backfill itself count as changes (backfill.c: `backfill_agent`, `_more_work`).
         """
         interval_s, now = self._scheduler.bf_interval_s, self._agenda.now
         if interval_s <= 0.0:
@@ -130,7 +135,7 @@ class Rounds:
 
     def _cycle(self) -> None:
         self._cycle_at, self._has_changed = inf, False
-        starts = Cycle(self._lives, self._owners).run()
-        self._cycle_end, self._is_busy = self._agenda.now, bool(self._lives.pending)
+        starts = Cycle(self._lifecycle, self._owners).run()
+        self._cycle_end, self._is_busy = self._agenda.now, bool(self._lifecycle.pending)
         if starts or self._has_changed:
             self._cycle_soon()

@@ -1,4 +1,4 @@
-"""Reading a file of which some lines are bad: they are counted, a few are kept to be shown, and the rest is used."""
+"""Reading a file with bad lines: bad lines are counted, a few are kept as examples, and all other lines are used."""
 
 import gzip
 import zlib
@@ -15,16 +15,16 @@ Row = dict[str, str]
 
 MOST_EXAMPLES = 5
 LAST_S = 2.0**32
-"""In 2106. Later times are a mistake of somebody's."""
-_SHOWN = 80
+"""Unix time in 2106. A later time in a trace is a mistake."""
+_EXCERPT_LENGTH = 80
 
 
 class Tally:
-    """What became of the lines of one file.
+    """Counts of the good and bad lines of one file.
 
     Args:
         path: the file.
-        expected: what it should be, in words, for the messages.
+        expected: the expected format in words, for messages.
     """
 
     def __init__(self, path: Path, expected: str) -> None:
@@ -34,48 +34,48 @@ class Tally:
         self._wrong = 0
         self._examples: list[str] = []
         self._assumed: dict[str, int] = {}
-        self.read = 0
+        self.lines_read = 0
 
-    def bad(self, line: int, reason: str, value: str = "") -> None:
-        """A line that cannot be used."""
+    def reject(self, line: int, reason: str, value: str = "") -> None:
+        """Count a bad line. The first ones become examples, with `value`."""
         self._bad[reason] += 1
         self._wrong += 1
         if len(self._examples) < MOST_EXAMPLES:
-            shown = f" ({value[:_SHOWN]!r})" if value else ""
-            self._examples.append(f"line {line}: {reason}{shown}")
+            excerpt = f" ({value[:_EXCERPT_LENGTH]!r})" if value else ""
+            self._examples.append(f"line {line}: {reason}{excerpt}")
 
-    def left_out(self, reason: str) -> None:
-        """A good line of which nothing is needed."""
+    def skip(self, reason: str) -> None:
+        """Count a good line that is not needed."""
         self._bad[reason] += 1
 
     def assume(self, what: str) -> None:
-        """Something that the file does not say; said once, with how often if that is more than once."""
+        """Note an assumption where the file says nothing. The result has each assumption once, with its count."""
         self._assumed[what] = self._assumed.get(what, 0) + 1
 
     def refuse(self, reason: str) -> FallowError:
-        """The error that says why the whole file is of no use."""
+        """The error for a file that cannot be used at all."""
         return FallowError(f"{self._path}: {reason}; expected {self._expected}", Exit.DATA)
 
     def check_size(self, nodes: float) -> None:
-        """Raises FallowError: so many nodes are no cluster's."""
+        """Raises FallowError: no cluster has this number of nodes."""
         if nodes > MOST_NODES:
-            raise self.refuse(f"it asks for {nodes:,.0f} nodes, more than {MOST_NODES:,}")
+            raise self.refuse(f"it has {nodes:,.0f} nodes, more than {MOST_NODES:,}")
 
     def result(self) -> TraceRead:
-        """All of it.
+        """The counts, examples and assumptions.
 
         Raises:
-            FallowError: nothing could be used, or more than half of the lines were bad.
+            FallowError: no line could be used, or more than half of the lines were bad.
         """
         first = f"; the first: {self._examples[0]}" if self._examples else ""
-        if 2 * self._wrong > self.read:
-            raise self.refuse(f"{self._wrong} of {self.read} lines are bad{first}")
-        used = self.read - self._bad.total()
-        if not used:
-            raise self.refuse(f"none of its {self.read} lines can be used{first}")
+        if 2 * self._wrong > self.lines_read:
+            raise self.refuse(f"{self._wrong} of {self.lines_read} lines are bad{first}")
+        good_lines = self.lines_read - self._bad.total()
+        if not good_lines:
+            raise self.refuse(f"none of its {self.lines_read} lines can be used{first}")
         return TraceRead(
             name=self._path.name,
-            jobs=used,
+            jobs=good_lines,
             bad_lines=dict(sorted(self._bad.items())),
             examples=list(self._examples),
             assumed=[what if times == 1 else f"{what} ({times} times)" for what, times in self._assumed.items()],
@@ -83,10 +83,10 @@ class Tally:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line without its end) of a text file, which may be packed by gzip, whatever its name.
+    """(number, line without its end) of a text file. The file may be compressed with gzip, whatever its name.
 
     Raises:
-        FallowError: it cannot be read.
+        FallowError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -103,9 +103,9 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def table(path: Path, columns: Sequence[str], tally: Tally, separator: str = ",") -> Iterator[tuple[int, Row]]:
-    """(line, column -> text) of a file with a header, which must have `columns`.
+    """(line number, column -> text) of a file whose header must have `columns`.
 
-    Lines of another number of fields are counted as bad.
+    Lines with another number of fields than the header count as bad.
     """
     header: list[str] = []
     for number, line in lines(path):
@@ -117,30 +117,30 @@ def table(path: Path, columns: Sequence[str], tally: Tally, separator: str = ","
             continue
         if not line.strip():
             continue
-        tally.read += 1
+        tally.lines_read += 1
         if len(fields) != len(header):
-            tally.bad(number, f"not {len(header)} fields")
+            tally.reject(number, f"not {len(header)} fields")
         else:
             yield number, dict(zip(header, fields, strict=True))
     if not header:
-        raise tally.refuse("it is empty")
+        raise tally.refuse("the file is empty")
 
 
 def numbers(
     path: Path, columns: Sequence[str], tally: Tally, words: Sequence[str] = ()
 ) -> Iterator[tuple[int, Row, list[float]]]:
-    """As `table`, with the numbers in `columns`. Lines where one of them is no finite number are bad.
+    """Like `table`, with the numbers in `columns`. Lines in which one of them is not a finite number are bad.
 
     Args:
-        words: other columns that there must be.
+        words: further required columns, whose text is not a number.
     """
     for number, row in table(path, (*words, *columns), tally):
         try:
-            found = [float(row[name]) for name in columns]
+            values = [float(row[name]) for name in columns]
         except ValueError as error:
-            tally.bad(number, "not a number", str(error))
+            tally.reject(number, "not a number", str(error))
             continue
-        if all(map(isfinite, found)):
-            yield number, row, found
+        if all(map(isfinite, values)):
+            yield number, row, values
         else:
-            tally.bad(number, "not a number")
+            tally.reject(number, "not a number")

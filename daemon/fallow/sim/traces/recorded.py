@@ -1,10 +1,9 @@
-"""A window of a recorded cluster, as the simulation plays it.
+"""The part of a recorded cluster that the simulation plays.
 
-Where a trace does not have the time limits that users asked for, they are drawn. A limit is the runtime times e^z, z ~
-N(ln 2.5, 0.9) and at least 0, rounded up to what people ask for; every tenth job asks for all that its partition
-allows. Twenty values make nine tenths of users' estimates, and the maximum is among the most popular ones: Tsafrir,
-Etsion and Feitelson, "Modeling User Runtime Estimates", JSSPP 2005. That the median user asks for 2.5 times what is
-needed is an assumption of ours.
+If a trace has no time limits, they are drawn. A limit is the runtime times e^z with z ~ N(ln 2.5, 0.9) and z >= 0,
+rounded up to a usual value. Every tenth job has the maximum of its partition. Source: twenty values make nine tenths of
+users' estimates, and the maximum is among the most popular ones (Tsafrir, Etsion and Feitelson, "Modeling User Runtime
+Estimates", JSSPP 2005). The median factor of 2.5 is our assumption.
 """
 
 import math
@@ -21,29 +20,29 @@ from fallow.sim.types import Profile, Recording, Scheduler, SimJob, Site
 
 DAY_S = 86400.0
 UNLIMITED_S = 72 * 3600.0
-"""What is asked for at most where a partition has no MaxTime."""
+"""Longest drawn limit if the partition has no MaxTime."""
 
 MEDIAN_FACTOR, SPREAD, ALL_OF_IT = 2.5, 0.9, 0.1
 MINUTES = (5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 600, 720, 1080, 1440, 2160, 2880, 4320)
-"""What people ask for."""
+"""Usual time limits in minutes."""
 
 
 class Window(Struct, frozen=True, kw_only=True):
-    """Which part of a trace is played, and what is assumed where it does not say."""
+    """The part of a trace to play, and assumptions for what the trace does not say."""
 
     seed: int = 0
-    "of what is drawn"
+    "seed of the drawn time limits"
     begin_day: float = 0.0
-    "days that are left out at the beginning"
+    "days to skip at the beginning"
     days: float | None = None
-    "None: up to the end, or two days of `summit`"
+    "days to play; None: up to the end, or two days of `summit`"
     profile: Profile = "preempt"
-    "whether Slurm takes our nodes for others, at a site that is made up"
+    "how Slurm preempts our jobs, for a synthetic site"
     scheduler: Scheduler = Scheduler()
-    "of such a site"
+    "scheduler of a synthetic site"
 
-    def of(self, first: float, last: float) -> tuple[float, float]:
-        """Begin and end in Unix seconds, of a trace that goes from `first` to `last`."""
+    def bounds(self, first: float, last: float) -> tuple[float, float]:
+        """Begin and end of the window in Unix seconds, in a trace from `first` to `last`."""
         if last <= first:
             raise FallowError("nothing to play: the trace begins and ends at the same time", Exit.DATA)
         begin = first + self.begin_day * DAY_S
@@ -59,54 +58,54 @@ class Window(Struct, frozen=True, kw_only=True):
 def recording(
     site: Site, records: Sequence[SimJob], first: float, last: float, window: Window, tally: Tally
 ) -> Recording:
-    """What is played of the jobs that were recorded.
+    """The recorded jobs of a window.
 
-    Jobs that ran when the window begins are submitted at its begin, before all others, with what was left of them.
+    Jobs that ran at the begin of the window are submitted at that time, before all others, with their remaining time.
 
     Args:
-        site: partitions whose MaxTime is shorter than a job's limit are given that limit.
-        records: in any order, as recorded: `limit_s` is infinite where it is not known, `runs_s` where a job was still
-            running when the trace ended.
-        first: when the trace begins, in Unix seconds; so with `last`.
-        last: when it ends.
-        window: what to play of it.
-        tally: of the reader.
+        site: the cluster; a partition whose MaxTime is shorter than the limit of one of its jobs gets that limit.
+        records: recorded jobs in any order; `limit_s` is infinite if it is unknown, and `runs_s` is infinite if the job
+            was still running at the end of the trace.
+        first: Unix time at which the trace begins.
+        last: Unix time at which the trace ends.
+        window: the part to play.
+        tally: counts of the reader.
     """
-    begin, end = window.of(first, last)
+    begin, end = window.bounds(first, last)
     longest = {p.partition: p.max_time_s for p in site.partitions}
     highest = max((record.priority for record in records), default=0)
     jobs: list[SimJob] = []
-    seen: Counter[str] = Counter()
+    id_counts: Counter[str] = Counter()
     for record in records:
-        # A job that was requeued has several records, and logs that were put together have numbers twice.
-        times = seen[record.job_id]
-        seen[record.job_id] += 1
-        job_id = f"{record.job_id}.{times}" if times else record.job_id
+        # A requeued job has several records, and merged logs may have the same number twice.
+        earlier_records = id_counts[record.job_id]
+        id_counts[record.job_id] += 1
+        job_id = f"{record.job_id}.{earlier_records}" if earlier_records else record.job_id
         runs_s, limit_s = min(record.runs_s, max(last - record.start_at, 60.0)), record.limit_s
         if record.start_at + runs_s <= begin or record.submit_at >= end:
             continue
         if math.isinf(limit_s):
             tally.assume("a time limit was drawn")
             allowed_s = longest.get(record.partition)
-            limit_s = drawn_limit_s(window.seed, job_id, runs_s, allowed_s or max(UNLIMITED_S, runs_s))
-        gone_s = max(0.0, begin - record.start_at)
+            limit_s = draw_limit_s(window.seed, job_id, runs_s, allowed_s or max(UNLIMITED_S, runs_s))
+        elapsed_s = max(0.0, begin - record.start_at)
         job = replace(
             record,
             job_id=job_id,
             submit_at=max(record.submit_at, begin),
-            runs_s=runs_s - gone_s,
-            limit_s=max(limit_s - gone_s, 60.0),
-            priority=highest + 1 if gone_s and highest else record.priority,
+            runs_s=runs_s - elapsed_s,
+            limit_s=max(limit_s - elapsed_s, 60.0),
+            priority=highest + 1 if elapsed_s and highest else record.priority,
         )
         jobs.append(job)
     jobs.sort(key=lambda job: (job.submit_at, job.start_at > begin))
     if not jobs:
-        raise tally.refuse("no job is in the part of it that was asked for")
-    return Recording(site=_with_room(site, jobs), begin=begin, end=end, read=tally.result(), jobs=jobs)
+        raise tally.refuse("no job is in the chosen part (--begin, --days)")
+    return Recording(site=_raise_max_times(site, jobs), begin=begin, end=end, summary=tally.result(), jobs=jobs)
 
 
-def drawn_limit_s(seed: int, job_id: str, runs_s: float, longest_s: float) -> float:
-    """A limit for a job, always the same for the same arguments; `longest_s`: what its partition allows."""
+def draw_limit_s(seed: int, job_id: str, runs_s: float, longest_s: float) -> float:
+    """Draw a time limit for a job. The same arguments give the same limit. `longest_s`: MaxTime of its partition."""
     rng = random.Random(f"{seed}/walltime/{job_id}")
     if rng.random() < ALL_OF_IT:
         return max(longest_s, runs_s)
@@ -116,15 +115,15 @@ def drawn_limit_s(seed: int, job_id: str, runs_s: float, longest_s: float) -> fl
     return max(min(rounded_s, longest_s), runs_s)
 
 
-def _with_room(site: Site, jobs: Iterable[SimJob]) -> Site:
-    """Jobs over a partition's MaxTime were let in by somebody; in the simulation they would wait for ever."""
-    wanted: dict[str, float] = {}
+def _raise_max_times(site: Site, jobs: Iterable[SimJob]) -> Site:
+    """Raise each partition's MaxTime to the longest limit of its jobs; else these jobs would wait for ever."""
+    longest_limits: dict[str, float] = {}
     for job in jobs:
-        wanted[job.partition] = max(wanted.get(job.partition, 0.0), job.limit_s)
+        longest_limits[job.partition] = max(longest_limits.get(job.partition, 0.0), job.limit_s)
     partitions = tuple(
         p
-        if p.max_time_s is None or wanted.get(p.partition, 0.0) <= p.max_time_s
-        else replace(p, max_time_s=math.ceil(wanted[p.partition] / 60) * 60.0)
+        if p.max_time_s is None or longest_limits.get(p.partition, 0.0) <= p.max_time_s
+        else replace(p, max_time_s=math.ceil(longest_limits[p.partition] / 60) * 60.0)
         for p in site.partitions
     )
     return replace(site, partitions=partitions)

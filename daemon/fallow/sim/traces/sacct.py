@@ -1,4 +1,4 @@
-"""What a site's accounting says of its own last month: the output of `COMMAND`."""
+"""Reader of a site's accounting: the output of sacct (`COMMAND`)."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from fallow.sim.traces.problems import LAST_S, Row, Tally, table
 from fallow.sim.traces.recorded import Window, recording
-from fallow.sim.traces.sites import made_up, max_days
+from fallow.sim.traces.sites import max_days, synthetic_site
 from fallow.sim.types import Recording, SimJob, Site
 from fallow.slurm import parse
 
@@ -16,92 +16,92 @@ FIELDS = (
     *("JobID", "JobIDRaw", "User", "Partition", "State", "Submit", "Start", "End", "Timelimit"),
     *("NNodes", "AllocTRES", "ReqTRES", "NodeList", "Priority"),
 )
-NEEDED = ("JobID", "Partition", "State", "Submit", "Start", "End", "NNodes", "NodeList")
-"""Columns without which nothing can be played; the others are used where they are."""
+REQUIRED_COLUMNS = ("JobID", "Partition", "State", "Submit", "Start", "End", "NNodes", "NodeList")
+"""Required columns; the other ones of `FIELDS` are optional."""
 
 COMMAND = (
     "SLURM_TIME_FORMAT=%s sacct --allusers --allocations --duplicates --parsable2 "
     f"--starttime=2026-10-01 --endtime=2026-11-01 --format={','.join(FIELDS)} > jobs.txt"
 )
-"""What a site runs to have its own month simulated."""
+"""The command that exports a month of a site."""
 
-_NEVER = frozenset(("PENDING", "REQUEUED", "REVOKED"))
-_RUNNING = frozenset(("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING"))
+_STATES_BEFORE_START = frozenset(("PENDING", "REQUEUED", "REVOKED"))
+_STATES_BEFORE_END = frozenset(("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING"))
 
 
-Used = tuple[SimJob, int, int]
-"""A job before the sizes of nodes are known; its GPUs and CPUs in all."""
+JobUsage = tuple[SimJob, int, int]
+"""A job whose share of each node is not known yet, and its total numbers of GPUs and CPUs."""
 
 
 def read(path: Path, window: Window, site: Site | None = None) -> Recording:
-    """The jobs of a site. Names of users become numbers; components of a heterogeneous job become jobs.
+    """Read the jobs of a site. Names of users become numbers; components of a heterogeneous job become jobs.
 
     Args:
-        path: the output of `COMMAND`, the columns in any order.
-        window: what to play of it.
-        site: where it is known.
+        path: the output of `COMMAND`, with the columns in any order.
+        window: the part to play.
+        site: the cluster; None: infer it from the jobs.
 
     Raises:
-        FallowError: it is no such file, or its times are no Unix seconds.
+        FallowError: the file has another format, or its times are not Unix seconds.
     """
     tally = Tally(path, f"the output of: {COMMAND}")
-    rows: list[Used] = []
+    rows: list[JobUsage] = []
     users: dict[str, int] = {}
-    # --parsable ends lines with a separator, --parsable2 does not; the header ends alike.
-    for number, fields in table(path, NEEDED, tally, "|"):
+    # --parsable ends all lines, with the header, with a separator; --parsable2 does not.
+    for number, fields in table(path, REQUIRED_COLUMNS, tally, "|"):
         if (row := _row(number, fields, tally)) is not None:
             job, gpus, cpus = row
             user = users.setdefault(job.user, len(users) + 1)
             rows.append((replace(job, user=f"u{user}"), gpus, cpus))
     tally.result()
     if site is None:
-        site = _inferred(path, rows, window, tally)
+        site = _infer_site(path, rows, window, tally)
     else:
-        rows = _within(site, rows, tally)
+        rows = _rows_on_site(site, rows, tally)
         if site.preempt_type not in ("", "preempt/none", "preempt/partition_prio"):
-            tally.assume(f"{site.preempt_type} is not simulated: nobody's jobs give way to others'")
-    records = _sized(rows, site)
+            tally.assume(f"{site.preempt_type} is not simulated: no job is preempted")
+    records = _share_nodes(rows, site)
     ends = [record.start_at + record.runs_s for record in records if math.isfinite(record.runs_s)]
     if not ends:
         raise tally.refuse("no job in it has ended")
     last = max([*ends, *(record.start_at for record in records)])
-    # sacct shows what had not ended before --starttime.
+    # sacct shows jobs that ended after --starttime, so the trace is complete from the first end on.
     first = min(ends)
     if first >= last:
         first = min(record.start_at for record in records)
     return recording(site, records, first, last, window, tally)
 
 
-def _row(number: int, row: Row, tally: Tally) -> Used | None:
+def _row(number: int, row: Row, tally: Tally) -> JobUsage | None:
     job_id, state = row["JobID"].strip(), row["State"].split(" ")[0].upper()
     times = {name: row[name].strip() for name in ("Submit", "Start", "End")}
     for name, text in times.items():
         if re.match(r"\d{4}-\d\d-\d\d", text):
-            raise tally.refuse(f"line {number}: {name} is {text}, and must be Unix seconds (SLURM_TIME_FORMAT=%s)")
+            raise tally.refuse(f"line {number}: {name} is {text}, not Unix seconds (SLURM_TIME_FORMAT=%s)")
     submit, start, end = (float(text) if text.isdecimal() and text != "0" else None for text in times.values())
-    never_ran = state in _NEVER or (start is not None and end == start)
+    never_ran = state in _STATES_BEFORE_START or (start is not None and end == start)
     if start is None:
         never_ran = never_ran or state.startswith(("CANCELLED", "FAILED", "DEADLINE", "NODE_FAIL"))
-    listed, partition = row["NodeList"], row["Partition"].split(",")[0].strip()
-    nodelist = tuple(parse.nodes("" if listed.startswith("None") else listed))
+    node_list, partition = row["NodeList"], row["Partition"].split(",")[0].strip()
+    nodelist = tuple(parse.nodes("" if node_list.startswith("None") else node_list))
     if not re.match(r"\d", job_id):
-        tally.bad(number, "no job id", job_id)
+        tally.reject(number, "no job id", job_id)
     elif "." in job_id:
-        tally.left_out("a step of a job")
+        tally.skip("a step of a job")
     elif never_ran:
-        tally.left_out("it never ran")
+        tally.skip("it never ran")
     elif submit is None or start is None:
-        tally.bad(number, "no time", times["Submit"] if submit is None else times["Start"])
+        tally.reject(number, "no time", times["Submit"] if submit is None else times["Start"])
     elif max(submit, start, end or 0.0) > LAST_S:
-        tally.bad(number, "later than 2106", "|".join(times.values()))
-    elif end is None and state not in _RUNNING:
-        tally.bad(number, "it is over, and has no end", times["End"])
+        tally.reject(number, "later than 2106", "|".join(times.values()))
+    elif end is None and state not in _STATES_BEFORE_END:
+        tally.reject(number, "it is over, and has no end", times["End"])
     elif end is not None and end < start:
-        tally.bad(number, "it ends before it starts", f"{times['Start']}|{times['End']}")
+        tally.reject(number, "it ends before it starts", f"{times['Start']}|{times['End']}")
     elif not nodelist or len(nodelist) != parse.count(row["NNodes"]):
-        tally.bad(number, "NNodes is not how many NodeList names", f"{row['NNodes']}|{listed}")
+        tally.reject(number, "NNodes is not how many NodeList names", f"{row['NNodes']}|{node_list}")
     elif not partition:
-        tally.bad(number, "no partition")
+        tally.reject(number, "no partition")
     else:
         limit_s = parse.duration(row.get("Timelimit", ""))
         job = SimJob(
@@ -122,35 +122,35 @@ def _row(number: int, row: Row, tally: Tally) -> Used | None:
 
 
 def _tres(text: str, name: str) -> int:
-    """A number in `billing=8,cpu=8,gres/gpu=2,gres/gpu:a100=2,mem=64G,node=1`."""
-    found = re.search(rf"(?:^|,){name}=(\d+)", text)
-    if found:
-        return int(found[1])
+    """The number of `name` in TRES such as `billing=8,cpu=8,gres/gpu=2,gres/gpu:a100=2,mem=64G,node=1`."""
+    match = re.search(rf"(?:^|,){name}=(\d+)", text)
+    if match:
+        return int(match[1])
     return sum(int(each) for each in re.findall(rf"(?:^|,){name}:[^=,]+=(\d+)", text))
 
 
 # -- the cluster ----------------------------------------------------------------------------------------------------
 
 
-def _within(site: Site, rows: list[Used], tally: Tally) -> list[Used]:
-    """Those that can run on the site that was given."""
+def _rows_on_site(site: Site, rows: list[JobUsage], tally: Tally) -> list[JobUsage]:
+    """The jobs whose partition exists on the site and is large enough."""
     sizes = {p.partition: len(p.nodes) for p in site.partitions}
-    kept: list[Used] = []
+    rows_on_site: list[JobUsage] = []
     for row in rows:
         job, _, _ = row
         if job.partition not in sizes:
-            tally.left_out("its partition is not among the site's")
+            tally.skip("its partition is not among the site's")
         elif job.nodes > sizes[job.partition]:
-            tally.left_out("it has more nodes than its partition")
+            tally.skip("it has more nodes than its partition")
         else:
-            kept.append(row)
-    if not kept:
-        raise tally.refuse(f"none of its partitions is among those of the site ({', '.join(sorted(sizes))})")
-    return kept
+            rows_on_site.append(row)
+    if not rows_on_site:
+        raise tally.refuse(f"no job is in a partition of the site ({', '.join(sorted(sizes))})")
+    return rows_on_site
 
 
-def _inferred(path: Path, rows: list[Used], window: Window, tally: Tally) -> Site:
-    """Nodes are those that jobs had."""
+def _infer_site(path: Path, rows: list[JobUsage], window: Window, tally: Tally) -> Site:
+    """Infer a site: its nodes are the nodes of the jobs."""
     groups: dict[str, set[str]] = {}
     gpus: dict[str, int] = {}
     cpus: dict[str, int] = {}
@@ -163,20 +163,24 @@ def _inferred(path: Path, rows: list[Used], window: Window, tally: Tally) -> Sit
         tally.assume(f"{len(nodes)} nodes in {partition}: those that jobs ran on")
         tally.check_size(len(nodes))
     names = {partition: sorted(nodes) for partition, nodes in groups.items()}
-    site = made_up(path.name.partition(".")[0], names, 0, window, max_days(job for job, _, _ in rows))
+    site = synthetic_site(path.name.partition(".")[0], names, 0, window, max_days(job for job, _, _ in rows))
     tally.assume("GPUs and CPUs of a node are the most that a job had on it")
     return replace(site, nodes=tuple(replace(n, gpus=gpus[n.node], cpus=cpus[n.node]) for n in site.nodes))
 
 
-def _sized(rows: list[Used], site: Site) -> list[SimJob]:
-    """Whole nodes where a job has all GPUs or all CPUs of them; else the larger of its two shares."""
+def _share_nodes(rows: list[JobUsage], site: Site) -> list[SimJob]:
+    """Give jobs whole nodes if they have all GPUs or all CPUs of their nodes, else the larger of the two shares."""
     nodes = {node.node: node for node in site.nodes}
     slots = {p.partition: max(nodes[n].gpus or nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
     cpus = {p.partition: max(nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
-    found: list[SimJob] = []
+    jobs: list[SimJob] = []
     for job, job_gpus, job_cpus in rows:
-        most = slots[job.partition]
-        wanted = max(-(-job_gpus // job.nodes), math.ceil(job_cpus / job.nodes * most / cpus[job.partition]))
-        whole = wanted >= most or not (job_gpus or job_cpus)
-        found.append(replace(job, gpus_per_node=most if whole else max(1, wanted), exclusive=whole))
-    return found
+        slots_per_node = slots[job.partition]
+        slots_wanted = max(
+            -(-job_gpus // job.nodes), math.ceil(job_cpus / job.nodes * slots_per_node / cpus[job.partition])
+        )
+        is_exclusive = slots_wanted >= slots_per_node or not (job_gpus or job_cpus)
+        jobs.append(
+            replace(job, gpus_per_node=slots_per_node if is_exclusive else max(1, slots_wanted), exclusive=is_exclusive)
+        )
+    return jobs

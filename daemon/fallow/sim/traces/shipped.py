@@ -1,7 +1,8 @@
 """The traces that come with Fallow (contrib/traces/README.md): jobs of Helios Earth, idle nodes of Philly and Summit.
 
-Idle nodes have no names. Of Philly the node that became idle last is taken first, as if nodes were a stack: k idle
-nodes are the first k. Of Summit the node that has been busy for the longest is the next to be idle.
+The idle nodes of Philly and Summit have no names in the sources. Philly's nodes are used like a stack: k idle nodes are
+the first k, and the node that became idle last is claimed first. Summit's nodes are used like a queue: the node that
+has been busy for the longest time becomes idle next.
 """
 
 import math
@@ -17,7 +18,7 @@ from fallow.files import shipped
 from fallow.model import Exit, FallowError
 from fallow.sim.traces.problems import Tally, numbers
 from fallow.sim.traces.recorded import Window, recording
-from fallow.sim.traces.sites import made_up, max_days
+from fallow.sim.traces.sites import max_days, synthetic_site
 from fallow.sim.types import Change, Recording, SimJob
 
 FOLDER = shipped("traces")
@@ -27,9 +28,9 @@ SHIPPED = {
     "philly": "philly_2017_active_nodes.csv.gz",
     "summit": "summit_like_holes.csv.gz",
 }
-"""Name -> file; contrib/traces/README.md says what each of them is."""
+"""Name -> file; contrib/traces/README.md describes each."""
 
-# Of equal ones the liveliest first (vchbv: 29,105 jobs in the month).
+# Among clusters of one size the busiest first (vchbv: 29,105 jobs in the month).
 HELIOS_NODES = {
     name: size
     for size, names in {
@@ -40,11 +41,11 @@ HELIOS_NODES = {
 }  # fmt: skip
 """Nodes of each virtual cluster of the Helios Earth trace."""
 HELIOS_GPUS = 8
-"""On each node."""
+"""GPUs of each node."""
 
 HELIOS_WORDS, HELIOS = ("job_id", "queue"), ("submit_time", "start_time", "end_time", "gpus")
 COUNTED_S = 60.0
-"""The source counts a job in the minute in which it ended, beside the one that took its place."""
+"""The source counts an ended job for its whole last minute, together with the job that replaced it."""
 DOES_NOT_FIT = "more at once than the queue has"
 
 PHILLY = ("time", "active_nodes", "total_nodes")
@@ -53,21 +54,20 @@ PHILLY_NODES, PHILLY_GPUS = 420, 8
 SUMMIT = ("begin_s", "end_s", "nodes")
 SUMMIT_NODES, SUMMIT_GPUS = 4734, 6
 FIRST_AT = 1612915200.0
-"""2021-02-10 00:00 UTC, when the source of Summit begins."""
+"""Unix time of 2021-02-10 00:00 UTC, the begin of Summit's source."""
 DAYS = 2.0
-"""So many of Summit are played unless it is said."""
+"""Default number of days of Summit to play."""
 Hole = tuple[float, float, int]
 """(begin, end, nodes), in Unix seconds."""
 
 
 def trace_path(name: str | Path) -> Path:
-    """A trace by path, or by the name of one of those that come with Fallow."""
+    """The path of a trace, from a path or from the name of a trace that comes with Fallow."""
     if str(name) not in SHIPPED:
         path = Path(name)
         if path.name == str(name) and not path.exists():
             raise FallowError(
-                f"{name}: no such file, and no trace that comes with Fallow is called that; they are "
-                f"{', '.join(SHIPPED)}",
+                f"{name}: no such file, and no trace that comes with Fallow; these are {', '.join(SHIPPED)}",
                 Exit.NOINPUT,
             )
         return path
@@ -75,27 +75,27 @@ def trace_path(name: str | Path) -> Path:
 
 
 def read_helios(path: Path, window: Window) -> Recording:
-    """The jobs of Helios Earth, a Slurm cluster of 107 nodes in 16 closed partitions.
+    """Read the jobs of Helios Earth, a Slurm cluster of 107 nodes in 16 disjoint partitions.
 
-    They were rebuilt from how many ran in each minute. Each is submitted when it started, so that the load is as
-    recorded. Those of less than a node share one.
+    The jobs were reconstructed from the number of running jobs in each minute. Each job is submitted at its recorded
+    start, so that the load is the recorded one. Jobs of less than a node share nodes.
 
-    MaxTime: the days of the longest job, for nobody says. Those jobs are left out that cannot have run together
-    (`_possible`): one in seven, but 0.8 % of the GPU time.
+    MaxTime is not known; it is set to the days of the longest job. Jobs that cannot have run together are skipped
+    (`_feasible_jobs`): one in seven, with 0.8 % of the GPU time.
 
     Raises:
-        FallowError: it is no such file.
+        FallowError: the file has another format.
     """
     tally = Tally(path, f"the columns of the Helios files in contrib/traces ({', '.join(HELIOS_WORDS + HELIOS)})")
     records: list[SimJob] = []
     for number, row, (submit, start, end, gpus) in numbers(path, HELIOS, tally, HELIOS_WORDS):
         queue = row["queue"]
         if queue not in HELIOS_NODES:
-            tally.bad(number, "unknown queue", queue)
+            tally.reject(number, "unknown queue", queue)
         elif not 1 <= gpus <= HELIOS_GPUS * HELIOS_NODES[queue]:
-            tally.bad(number, "more GPUs than the queue has, or none", row["gpus"])
+            tally.reject(number, "more GPUs than the queue has, or none", row["gpus"])
         elif not submit <= start < end:
-            tally.bad(number, "it ends before it starts, or starts before it is submitted")
+            tally.reject(number, "it ends before it starts, or starts before it is submitted")
         else:
             records.append(
                 SimJob(
@@ -114,65 +114,67 @@ def read_helios(path: Path, window: Window) -> Recording:
     tally.result()
     first = min(record.start_at for record in records)
     last = max(record.start_at + record.runs_s for record in records) + COUNTED_S
-    records = _possible(records, tally)
+    records = _feasible_jobs(records, tally)
     days = max_days(records)
     tally.assume(f"MaxTime is {days} days, as the longest job needs")
     groups = {queue: [f"{queue}-{number:02d}" for number in range(1, n + 1)] for queue, n in HELIOS_NODES.items()}
-    site = made_up("earth", groups, HELIOS_GPUS, window, days)
+    site = synthetic_site("earth", groups, HELIOS_GPUS, window, days)
     return recording(site, records, first, last, window, tally)
 
 
-def _possible(records: Iterable[SimJob], tally: Tally) -> list[SimJob]:
-    """Those that can have run when they are said to, the jobs of less than a node packed on as few as they need.
+def _feasible_jobs(records: Iterable[SimJob], tally: Tally) -> list[SimJob]:
+    """The jobs that can have run at their recorded times. Jobs of less than a node are packed on as few as possible.
 
-    In some minutes more ran than there is, by short jobs mostly: ended ones, of whose time only the minute is known.
-    Played from their recorded starts they would wait, and those behind them, and nothing would be as it was recorded.
+    In some minutes the recorded jobs need more nodes than exist, mostly because of short jobs: only the minute of their
+    end is known. In the simulation these jobs would wait, and delay all later jobs, unlike the recorded ones.
     """
-    found: list[SimJob] = []
+    feasible_jobs: list[SimJob] = []
     ends: list[tuple[float, int, SimJob]] = []
-    used = {queue: {True: 0, False: 0} for queue in HELIOS_NODES}
-    "queue -> GPUs of jobs that have their nodes alone, and of the others"
+    gpus_in_use = {queue: {True: 0, False: 0} for queue in HELIOS_NODES}
+    "queue -> GPUs of jobs with whole nodes (True) and of other jobs (False)"
     for number, record in enumerate(sorted(records, key=lambda record: record.start_at)):
         while ends and ends[0][0] <= record.start_at:
-            gone = heappop(ends)[2]
-            used[gone.partition][gone.exclusive] -= gone.nodes * gone.gpus_per_node
-        gpus, wanted = used[record.partition], record.nodes * record.gpus_per_node
-        gpus[record.exclusive] += wanted
+            ended_job = heappop(ends)[2]
+            gpus_in_use[ended_job.partition][ended_job.exclusive] -= ended_job.nodes * ended_job.gpus_per_node
+        gpus, job_gpus = gpus_in_use[record.partition], record.nodes * record.gpus_per_node
+        gpus[record.exclusive] += job_gpus
         if sum(math.ceil(each / HELIOS_GPUS) for each in gpus.values()) > HELIOS_NODES[record.partition]:
-            gpus[record.exclusive] -= wanted
-            tally.left_out(DOES_NOT_FIT)
+            gpus[record.exclusive] -= job_gpus
+            tally.skip(DOES_NOT_FIT)
         else:
             heappush(ends, (record.start_at + record.runs_s, number, record))
-            found.append(record)
-    return found
+            feasible_jobs.append(record)
+    return feasible_jobs
 
 
 def read_philly(path: Path, window: Window) -> Recording:
-    """Idle are those of 420 nodes that are not active; in 97 % of the minutes the set has as many. No Slurm.
+    """Read the idle nodes of Philly, which is not a Slurm cluster: 420 nodes minus the active ones.
+
+    In 97 % of the minutes the source has 420 nodes.
 
     Raises:
-        FallowError: it is no such file.
+        FallowError: the file has another format.
     """
     tally = Tally(path, f"the columns {', '.join(PHILLY)}")
     counts: list[tuple[float, int]] = []
     "(Unix time, idle nodes from then on), ascending"
     for number, _, (at, active, total) in numbers(path, PHILLY, tally):
         if counts and at < counts[-1][0]:
-            tally.bad(number, "earlier than the line before")
+            tally.reject(number, "earlier than the line before")
             continue
         if total != PHILLY_NODES:
             tally.assume(f"a line says another number of nodes than {PHILLY_NODES}, and more are left out")
         counts.append((at, max(0, int(min(total, PHILLY_NODES) - active))))
     tally.assume("not a Slurm cluster: idle nodes are offered as if it were")
     tally.assume("the node that became idle last is taken first")
-    found = tally.result()
-    begin, end = window.of(counts[0][0], counts[-1][0])
+    summary = tally.result()
+    begin, end = window.bounds(counts[0][0], counts[-1][0])
     names = [f"n{number:03d}" for number in range(1, PHILLY_NODES + 1)]
-    site = made_up("philly", {"philly": names}, PHILLY_GPUS, window)
-    return Recording(site=site, begin=begin, end=end, read=found, changes=list(_stacked(counts, begin, end)))
+    site = synthetic_site("philly", {"philly": names}, PHILLY_GPUS, window)
+    return Recording(site=site, begin=begin, end=end, summary=summary, changes=list(_stack_changes(counts, begin, end)))
 
 
-def _stacked(counts: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[Change]:
+def _stack_changes(counts: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[Change]:
     idle = [count for at, count in counts if at <= begin][-1]
     yield begin, tuple(range(idle)), ()
     for at, count in counts:
@@ -182,10 +184,10 @@ def _stacked(counts: Sequence[tuple[float, int]], begin: float, end: float) -> I
 
 
 def read_summit(path: Path, window: Window) -> Recording:
-    """For how long so many nodes were idle together, on a machine that is idle as Summit was.
+    """Read the holes of a model of Summit: how many nodes were idle together, from when to when.
 
     Raises:
-        FallowError: it is no such file.
+        FallowError: the file has another format.
     """
     tally = Tally(path, f"the columns {', '.join(SUMMIT)}")
     holes: list[Hole] = []
@@ -193,9 +195,9 @@ def read_summit(path: Path, window: Window) -> Recording:
         if 0 <= begin_s < end_s and nodes >= 1:
             holes.append((FIRST_AT + begin_s, FIRST_AT + end_s, int(nodes)))
         else:
-            tally.bad(number, "it ends before it begins, or has no nodes")
+            tally.reject(number, "it ends before it begins, or has no nodes")
     tally.assume("holes are drawn from percentiles of the source; how they go together is a model")
-    found = tally.result()
+    summary = tally.result()
     steps: Counter[float] = Counter()
     for begin, end, number in holes:
         steps[begin] += number
@@ -203,24 +205,24 @@ def read_summit(path: Path, window: Window) -> Recording:
     if max(accumulate(steps[at] for at in sorted(steps))) > SUMMIT_NODES:
         raise tally.refuse(f"more than {SUMMIT_NODES} nodes are idle at once")
     days = DAYS if window.days is None else window.days
-    begin, end = replace(window, days=days).of(FIRST_AT, max(end for _, end, _ in holes))
+    begin, end = replace(window, days=days).bounds(FIRST_AT, max(end for _, end, _ in holes))
     names = [f"n{number:04d}" for number in range(1, SUMMIT_NODES + 1)]
-    site = made_up("summit", {"batch": names}, SUMMIT_GPUS, window)
-    return Recording(site=site, begin=begin, end=end, read=found, changes=list(_in_turn(holes, begin, end)))
+    site = synthetic_site("summit", {"batch": names}, SUMMIT_GPUS, window)
+    return Recording(site=site, begin=begin, end=end, summary=summary, changes=list(_queue_changes(holes, begin, end)))
 
 
-def _in_turn(holes: Sequence[Hole], first: float, last: float) -> Iterator[Change]:
-    joining: dict[float, list[tuple[float, int]]] = {first: []}
+def _queue_changes(holes: Sequence[Hole], first: float, last: float) -> Iterator[Change]:
+    begins: dict[float, list[tuple[float, int]]] = {first: []}
     for begin, end, nodes in holes:
         if begin < last and end > first:
-            joining.setdefault(max(begin, first), []).append((end, nodes))
-    times = set(joining) | {end for some in joining.values() for end, _ in some}
-    busy, leaving = deque(range(SUMMIT_NODES)), dict[float, list[int]]()
+            begins.setdefault(max(begin, first), []).append((end, nodes))
+    times = set(begins) | {end for some in begins.values() for end, _ in some}
+    busy, ends = deque(range(SUMMIT_NODES)), dict[float, list[int]]()
     for at in sorted(at for at in times if at < last):
-        busy.extend(left := leaving.pop(at, []))
-        joined: list[int] = []
-        for end, number in joining.get(at, ()):
+        busy.extend(ended_nodes := ends.pop(at, []))
+        idle_nodes: list[int] = []
+        for end, number in begins.get(at, ()):
             chosen = [busy.popleft() for _ in range(number)]
-            joined += chosen
-            leaving.setdefault(end, []).extend(chosen)
-        yield at, tuple(sorted(joined)), tuple(sorted(left))
+            idle_nodes += chosen
+            ends.setdefault(end, []).extend(chosen)
+        yield at, tuple(sorted(idle_nodes)), tuple(sorted(ended_nodes))

@@ -1,4 +1,4 @@
-"""The clusters of traces: made up from a trace's own words, or read from what a site's `scontrol` prints."""
+"""The clusters of traces: synthetic sites inferred from a trace, or sites read from the output of `scontrol`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, isfinite
@@ -12,22 +12,22 @@ from fallow.sim.types import Scheduler, SimJob, SimNode, Site
 from fallow.slurm import parse
 
 SCAVENGE = "scavenge"
-"""Partition of all nodes whose jobs give way, where the profile preempts."""
+"""Partition of all nodes whose jobs are preempted, if the profile preempts."""
 GRACE_S = 10.0
 
 SITE_FILES = {"nodes": "show node", "partitions": "show partition", "config": "show config"}
-"""Files of a site's folder (NAME.txt), and the `scontrol -o` command that prints each."""
+"""Name of a file of a site's folder (NAME.txt) -> arguments of `scontrol -o` that print it."""
 
 
-def made_up(name: str, groups: Mapping[str, Sequence[str]], gpus: int, window: Window, days: int = 1) -> Site:
-    """A site of closed partitions, and one below them all where ours are preempted (if the profile preempts).
+def synthetic_site(name: str, groups: Mapping[str, Sequence[str]], gpus: int, window: Window, days: int = 1) -> Site:
+    """A site with the given partitions. If the profile preempts, a partition of all nodes and the lowest tier is added.
 
     Args:
-        name: the cluster's.
+        name: name of the cluster.
         groups: partition -> its nodes; a node may be in several.
-        gpus: on each node.
-        window: says the profile and the scheduler.
-        days: MaxTime of all partitions.
+        gpus: GPUs of each node.
+        window: gives the profile and the scheduler.
+        days: MaxTime of all partitions, in days.
     """
     nodes = list(dict.fromkeys(node for names in groups.values() for node in names))
     preempts, max_time_s = window.profile != "plain", days * DAY_S
@@ -52,12 +52,12 @@ def made_up(name: str, groups: Mapping[str, Sequence[str]], gpus: int, window: W
 
 
 def max_days(jobs: Iterable[SimJob]) -> int:
-    """MaxTime where nobody says: the days of the longest job."""
+    """MaxTime in days if the trace has none: the days of the longest job."""
     return max(1, ceil(max((job.runs_s for job in jobs if isfinite(job.runs_s)), default=0.0) / DAY_S))
 
 
-def harvested(site: Site) -> tuple[str, ...]:
-    """Partitions in which a user would harvest: those whose jobs give way to others', else all."""
+def harvested_partitions(site: Site) -> tuple[str, ...]:
+    """Partitions in which a user would harvest: the ones whose jobs may be preempted; all if there is none."""
     tiers = {p.partition: p.priority_tier for p in site.partitions}
     lower = [
         p.partition
@@ -67,14 +67,14 @@ def harvested(site: Site) -> tuple[str, ...]:
     return tuple(lower or tiers)
 
 
-def from_folder(folder: Path) -> Site:
-    """A site from `scontrol -o show node`, `show partition` and `show config`, each in a file (`SITE_FILES`).
+def site_from_folder(folder: Path) -> Site:
+    """Read a site from the output of `scontrol -o show node`, `show partition` and `show config` (`SITE_FILES`).
 
     Args:
-        folder: with nodes.txt, partitions.txt and config.txt.
+        folder: folder with nodes.txt, partitions.txt and config.txt.
 
     Raises:
-        FallowError: a file is missing, or says nothing that can be used.
+        FallowError: a file is missing, or has nothing usable.
     """
     texts = {}
     for name, command in SITE_FILES.items():
@@ -88,24 +88,25 @@ def from_folder(folder: Path) -> Site:
     nodes, _, _ = parse.cluster(texts["nodes"])
     _, partitions, _ = parse.cluster(texts["partitions"])
     config, _ = parse.config(texts["config"])
-    for name, found in (("nodes", nodes), ("partitions", partitions), ("config", config.slurm_version)):
-        if not found:
+    for name, content in (("nodes", nodes), ("partitions", partitions), ("config", config.slurm_version)):
+        if not content:
             raise FallowError(
-                f"{folder / name}.txt: nothing in it can be used; it must be the output of "
-                f"`scontrol -o {SITE_FILES[name]}`",
+                f"{folder / name}.txt: not the output of `scontrol -o {SITE_FILES[name]}`; run this command again",
                 Exit.DATA,
             )
-    known = {node.node for node in nodes}
-    kept = [replace(p, nodes=[node for node in p.nodes if node in known]) for p in partitions]
-    used = {node for partition in kept for node in partition.nodes}
+    node_names = {node.node for node in nodes}
+    kept_partitions = [replace(p, nodes=[node for node in p.nodes if node in node_names]) for p in partitions]
+    nodes_in_partitions = {node for partition in kept_partitions for node in partition.nodes}
     version = slurm_release(config.slurm_version)
     return Site(
         name=config.cluster or folder.name,
         nodes=tuple(
-            SimNode(node=node.node, gpus=node.gpus, cpus=max(1, node.cpus)) for node in nodes if node.node in used
+            SimNode(node=node.node, gpus=node.gpus, cpus=max(1, node.cpus))
+            for node in nodes
+            if node.node in nodes_in_partitions
         ),
-        partitions=tuple(p for p in kept if p.nodes),
-        scheduler=Scheduler.of(
+        partitions=tuple(p for p in kept_partitions if p.nodes),
+        scheduler=Scheduler.from_parameters(
             config.scheduler_parameters,
             kill_wait_s=config.kill_wait_s,
             message_timeout_s=config.message_timeout_s,
