@@ -8,7 +8,7 @@ import pytest
 
 from fallow.core.accounting.backoff import FIRST_S, LONGEST_S
 from fallow.core.accounting.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
-from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
+from fallow.core.accounting.launch_failures import MAX_ROUNDS, LaunchFailures, note_agent_arrival, note_launch_failure
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership.failures import BAR_S
@@ -97,7 +97,7 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
         before = len(_holes(site).died)
         await poll(site, nodes)
         per_poll.append(len(_holes(site).died) - before)
-    assert len(_holes(site).died) == 20 + ROUNDS, "all that were idle, and then one at a time"
+    assert len(_holes(site).died) == 20 + MAX_ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
     message = run_view(run, site.slurm.now, site.slurm.now).message
     assert f"fallow resume {run.id}" in message and "before an agent of it had come to the head" in message
@@ -129,18 +129,18 @@ async def test_a_head_that_is_killed_leaves_the_pause_to_the_next_one(site: Site
 
 
 def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:
-    duds = Duds()
+    failures = LaunchFailures()
 
-    def dud(node: str, suspect: bool = False) -> bool:
-        return bool(ended(duds, node, "it ended", trains=True, suspect=suspect))
+    def fails(node: str, suspect: bool = False) -> bool:
+        return bool(note_launch_failure(failures, node, "it ended", trains=True, suspect=suspect))
 
-    assert [dud("a"), dud("b"), dud("a")] == [False, False, True] and duds.in_a_row == 2
+    assert [fails("a"), fails("b"), fails("a")] == [False, False, True] and failures.in_a_row == 2
     for _ in range(9):
-        assert not dud("a", suspect=True) and dud("a", suspect=True)
-    assert duds.in_a_row == 2
-    came(duds, "b")
-    assert (duds.in_a_row, dud("b")) == (0, False), "b began anew"
-    assert dud("b"), "agents of other nodes do not matter"
+        assert not fails("a", suspect=True) and fails("a", suspect=True)
+    assert failures.in_a_row == 2
+    note_agent_arrival(failures, "b")
+    assert (failures.in_a_row, fails("b")) == (0, False), "b began anew"
+    assert fails("b"), "agents of other nodes do not matter"
 
 
 # -- jobs that somebody else cancels ----------------------------------------------------------------------------------

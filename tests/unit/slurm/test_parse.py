@@ -105,7 +105,7 @@ def test_node_states(text: str, base: str, flags: list[str]) -> None:
             "UNLIMITED Partition_Limit NOT_SET later",
         ),
         (
-            parse.when,
+            parse.unix_time,
             {"1795226961": 1795226961.0, "2026-11-21T02:09:21": 1795226961.0, "Tomorr 12:00": None},
             "N/A Unknown None 0 ²",
         ),

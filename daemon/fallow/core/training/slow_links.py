@@ -23,12 +23,12 @@ GAIN = 0.1
 """The run must be faster by this part without the node."""
 
 SUSTAINED_S = 60.0
-"""For so long, over at least `STRETCHES` measurements, without a change of the membership."""
+"""Seconds for which a finding must hold, over at least `STRETCHES` measurements, without a change of the membership."""
 
 STRETCHES = 2
 
 REMEMBERED = 32
-"""Sets of nodes whose step time is kept."""
+"""Maximum sets of nodes whose step time is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Suspect(NamedTuple):
     busy: float
     "part of the time for which its links are busy"
     others_busy: float
-    "the same for the busiest link among the other nodes"
+    "part of the time for which the busiest link among the other nodes is busy"
 
 
 class Finding(NamedTuple):
@@ -78,14 +78,14 @@ class SlowLinks:
     def observe(
         self, members: Sequence[Member], *, generation: int, shards: int, step_s: float, lasted_s: float
     ) -> Finding | None:
-        """Take in a stretch.
+        """Add the measurements of a stretch.
 
         Args:
-            members: all through it.
+            members: present during the whole stretch.
             generation: that they form.
             shards: in a full step.
-            step_s: mean seconds per step in it.
-            lasted_s: its length.
+            step_s: mean seconds per step.
+            lasted_s: seconds of the stretch.
 
         Returns:
             A finding that has held for long enough; None: there is none.
@@ -129,10 +129,10 @@ def find_suspect(members: Sequence[Member]) -> Suspect | None:
         (share,) = busy.values()
         return None if youngest is None or share < BUSY else Suspect(youngest.node, share, 0.0)
     for node in nodes if len(nodes) > 2 else ():
-        own = sorted(share for pair, share in busy.items() if node in pair)
-        others = max(share for pair, share in busy.items() if node not in pair)
-        if own[-2] >= max(BUSY, TIMES_BUSIER * others):
-            return Suspect(node, own[-2], others)
+        node_busy = sorted(share for pair, share in busy.items() if node in pair)
+        others_busy = max(share for pair, share in busy.items() if node not in pair)
+        if node_busy[-2] >= max(BUSY, TIMES_BUSIER * others_busy):
+            return Suspect(node, node_busy[-2], others_busy)
     return None
 
 
@@ -145,10 +145,10 @@ def estimate_step_s(members: Sequence[Member], suspect: Suspect, shards: int, st
     Returns:
         None if a pace is not known, or if one node alone would be left: no link shows what is the network's part then.
     """
-    others = [member.pace_s for member in members if member.node != suspect.node]
+    other_paces = [member.pace_s for member in members if member.node != suspect.node]
     paces = [member.pace_s for member in members]
     if min(paces) <= 0 or len({member.node for member in members}) < 3 or shards < 1:
         return None
     computes_s = step_time(divide(shards, paces), paces)
     rest_s = max(0.0, (1 - suspect.busy) * step_s - computes_s)
-    return step_time(divide(shards, others), others) + suspect.others_busy * step_s + rest_s
+    return step_time(divide(shards, other_paces), other_paces) + suspect.others_busy * step_s + rest_s

@@ -5,7 +5,7 @@ from typing import Any
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.accounting.backoff import base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels
-from fallow.core.accounting.duds import DUDS, Duds
+from fallow.core.accounting.launch_failures import MAX_LAUNCH_FAILURES, LaunchFailures
 from fallow.core.allocations import SUBMIT_S, WAITING, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name, member_number
@@ -162,15 +162,15 @@ class Operations:
         found = self._active(run)
         record, backoff = found.record, self._harvest.known.backoff
         put_off = {what: backoff.put_off_until(what) for what in (base_job(found.id), harvest_jobs(found.id))}
-        waits = found.failures >= DUDS or max(put_off.values()) > turn.now
+        waits = found.failures >= MAX_LAUNCH_FAILURES or max(put_off.values()) > turn.now
         if not (record.paused or record.drained or waits):
             raise _refusal(found, "it is not paused, and none of its nodes is drained")
         record.paused_by_hand, record.harvest_paused, record.drained = False, "", []
         turn.apply(found, ev.Unbar(at=turn.at, hosts=(*record.fruitless.barred, *record.cancelled.barred)))
-        record.refusals, record.fruitless, record.cancelled = {}, Duds(), Cancels()
+        record.refusals, record.fruitless, record.cancelled = {}, LaunchFailures(), Cancels()
         backoff.forget(found.asker)
         for what in put_off:
-            backoff.take_up(what)
+            backoff.resume(what)
         turn.record(found, "resume", "resumed by hand: nodes are asked for again")
         # A head that is killed now must not recall a pause that the run's record does not have.
         self._harvest.note(turn)

@@ -156,10 +156,10 @@ class Turn:
         if run.roster.unwritten:
             self.dirty.add(run.id)
         if run.root.unsaved != unsaved:
-            run.record.saving.failed(self.now)
+            run.record.saving.note_failure(self.now)
         for saved in run.roster.checkpoints.saved[-1:]:
             if saved.usable and [saved] != newest:
-                run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
+                run.record.saving.note_written(saved.checkpoint.written_at, saved.checkpoint.took_s)
         for instruction in instructions:
             self._take(run, instruction)
         if (ballot := run.machine.ballot) is not None:
@@ -199,7 +199,7 @@ class Turn:
         run.generations.append(report)
         self.dirty.add(run.id)
         if report.kind is ChangeKind.START:
-            run.record.saving.began(self.now)
+            run.record.saving.note_begin(self.now)
             # Nothing was asked for before its script had worked once.
             self.poll_soon = self.poll_soon or len(run.generations) == 1
 

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from fallow.core.accounting.duds import came
+from fallow.core.accounting.launch_failures import note_agent_arrival
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Gather, Report
@@ -172,7 +172,7 @@ def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
     allocation.job_id = allocation.job_id or hello.job_id
     if run.record.slots is None:
         run.record.slots = hello.slots
-    came(run.record.fruitless, hello.host)
+    note_agent_arrival(run.record.fruitless, hello.host)
     # Slurm may have requeued the job: the workers of its first attempt are on record, and their number is taken.
     before = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
     allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in before)]))

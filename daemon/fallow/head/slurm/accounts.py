@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from fallow.config import Usage
 from fallow.core.accounting import budget
-from fallow.core.accounting.spans import held
+from fallow.core.accounting.spans import node_periods
 from fallow.core.accounting.usage import Prices, Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
 from fallow.head.loop.turn import Turn
@@ -87,13 +87,13 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
         if (allocation.settled or (lost and old)) and not allocation.counted:
             tally(record.usage, allocation, at)
             if allocation.harvested:
-                record.harvested.add(held(allocation, at), at)
+                record.harvested.add(node_periods(allocation, at), at)
             allocation.counted = True
             turn.dirty.add(run.id)
         # The length of the next base job is known from those before it that Slurm took.
         refused = allocation.renewed and allocation.job_id is None and not lost
         if allocation.counted and old and (allocation.kind is AllocationKind.HARVEST or refused) and token not in alive:
-            record.spent_node_s += budget.booked(allocation, at)
+            record.spent_node_s += budget.booked_node_s(allocation, at)
             del run.allocations[token]
             turn.dirty.add(run.id)
         rests = rests and allocation.counted and old

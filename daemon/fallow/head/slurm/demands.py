@@ -203,7 +203,7 @@ def left_s(run: Run, at: float) -> float | None:
     hours = run.spec.budget_node_hours
     if hours is None:
         return None
-    return budget.left(hours * 3600.0, run.record.spent_node_s, run.allocations.values(), at)
+    return budget.remaining_node_s(hours * 3600.0, run.record.spent_node_s, run.allocations.values(), at)
 
 
 def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
@@ -212,16 +212,16 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
     if hours is None or room is None or run.ended:
         return
     allocations = list(run.allocations.values())
-    waiting = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
+    waiting = [a for a in allocations if a.live and budget.is_charged(a) and not a.spans and not a.agents]
     for allocation in sorted(waiting, key=lambda a: -a.requested_at):
         if room >= 0:
             break
-        room += budget.booked(allocation, at)
+        room += budget.booked_node_s(allocation, at)
         if allocation.asked_at is None:
             turn.cancel(run, allocation, f"the budget of {hours:g} node-hours does not allow for it")
     end = budget.exhausted_at(hours * 3600.0, run.record.spent_node_s, allocations, at)
     for allocation in allocations:
-        running = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
+        running = allocation.state is AllocationState.RUNNING and budget.is_charged(allocation)
         if end is not None and running and (allocation.end_at is None or end < allocation.end_at):
             allocation.end_at, allocation.ends_because = end, f"the budget of {hours:g} node-hours is used up"
             turn.dirty.add(run.id)

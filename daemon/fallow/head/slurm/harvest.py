@@ -12,7 +12,7 @@ from fallow.config import Config
 from fallow.core import records
 from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.accounting.cancelled import awaits_verdict
-from fallow.core.accounting.duds import DUDS, ROUNDS
+from fallow.core.accounting.launch_failures import MAX_LAUNCH_FAILURES, MAX_ROUNDS
 from fallow.core.allocations import WAITING, Allocation, send, sent
 from fallow.core.kinds import may_use, within
 from fallow.core.membership.messages import Unreadable
@@ -216,7 +216,7 @@ class Harvest:
         def hurry(run: Run) -> None:
             run.gain, run.target = gained.get(run.id), found.targets.get(run.id)
             if run.id not in put_off and not self.stopped:
-                most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
+                most = 1 if run.failures >= MAX_LAUNCH_FAILURES else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, known.backoff, rules)
 
         turn.for_each(runs.values(), "pace", hurry)
@@ -260,15 +260,15 @@ class Harvest:
         before, run.failures_seen = run.failures_seen, failures
         if before is None:
             before = failures if duds.rounds else 0
-        is_worse = failures > max(before, DUDS - 1) and not run.record.paused
+        is_worse = failures > max(before, MAX_LAUNCH_FAILURES - 1) and not run.record.paused
         if not failures:
-            backoff.take_up(what)
+            backoff.resume(what)
             duds.rounds = 0
         elif is_worse and turn.now >= backoff.put_off_until(what):
             duds.rounds += 1
             turn.dirty.add(run.id)
             why = f"{failures} jobs in a row came to nothing"
-            if duds.rounds > ROUNDS:
+            if duds.rounds > MAX_ROUNDS:
                 why += f", with longer and longer waits in between; to try again: fallow resume {run.id}"
                 turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
             else:
@@ -302,7 +302,7 @@ class Harvest:
         """Slurm took a submission."""
         jobs.submitted(turn, run, token, job_id)
         if run.allocations[token].kind is AllocationKind.BASE:
-            self.known.backoff.take_up(base_job(run.id))
+            self.known.backoff.resume(base_job(run.id))
             self.note(turn)
 
     def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
@@ -413,7 +413,7 @@ def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
 
 def _tried(run: Run, wanted: Demand) -> Demand:
     """After jobs that came to nothing, one alone is tried until its node trains or it has come to nothing, too."""
-    if run.failures < DUDS:
+    if run.failures < MAX_LAUNCH_FAILURES:
         return wanted
     on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1

@@ -10,7 +10,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
-from fallow.core.accounting import cancelled, duds
+from fallow.core.accounting import cancelled, launch_failures
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
@@ -29,7 +29,7 @@ from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.states import ENDED_STATES, ENDING
-from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, said_later
+from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, script_options
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
@@ -187,7 +187,8 @@ def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
     there = f"{text} (on {node}, in {allocation.partition})" if node else text
     suspect = node in run.roster.failures.bars
-    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(run.roster.present()), suspect=suspect)
+    trains = bool(run.roster.present())
+    unfit = launch_failures.note_launch_failure(run.record.fruitless, node, there, trains=trains, suspect=suspect)
     if unfit and node not in run.barred:
         turn.apply(run, ev.Bar(at=turn.at, host=node, reason=unfit))
     if allocation.kind is AllocationKind.BASE and is_new(run):
@@ -301,11 +302,11 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             account="" if allocation.hurried else run.asker.account,
             barred=[*run.shunned, *filter(None, [allocation.exclude])],
             part=allocation.part,
-            hurried=allocation.hurried,
+            has_normal_priority=allocation.hurried,
         )
         script = harvest_script(spec.script)
     else:
-        later = said_later(spec, run.shunned)
+        later = script_options(spec, run.shunned)
         options = base_options(
             spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned, by_script=later
         )

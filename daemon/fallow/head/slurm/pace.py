@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.budget import minutes_in
-from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
+from fallow.core.accounting.pacing import Schedule, extra_nodes, may_release
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
@@ -124,7 +124,7 @@ def _give_back(turn: Turn, run: Run, standing: Schedule, training: int) -> None:
     extra = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
     for allocation in sorted(extra, key=lambda a: -a.requested_at):
         if allocation.state is AllocationState.RUNNING:
-            if not dispensable(standing, run.gain.speeds, training, 1):
+            if not may_release(standing, run.gain.speeds, training, 1):
                 break
             training -= 1
         turn.release_allocation(run, allocation, "the run is well ahead of the schedule of its deadline")

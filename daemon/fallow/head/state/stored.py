@@ -12,8 +12,8 @@ import msgspec
 
 from fallow.core import records
 from fallow.core.accounting.cancelled import Cancels
-from fallow.core.accounting.duds import Duds
 from fallow.core.accounting.fairshare import PastUse
+from fallow.core.accounting.launch_failures import LaunchFailures
 from fallow.core.accounting.usage import Tallies, Tally, by_month, merge
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Unreadable
@@ -41,7 +41,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "False once the user cancelled the base job: it is not submitted again"
     refusals: dict[str, int] = {}
     "partition -> spells of refused submissions since one was taken there; empty: of the base job"
-    fruitless: Duds = msgspec.field(default_factory=Duds)
+    fruitless: LaunchFailures = msgspec.field(default_factory=LaunchFailures)
     "jobs that ended before an agent came"
     cancelled: Cancels = msgspec.field(default_factory=Cancels)
     "harvest jobs that somebody else cancelled"

@@ -7,7 +7,7 @@ import torch
 
 from fallow.core.training.shards import Cut
 from fallow.model import Exit, FallowError
-from fallow.worker.data.ledger import Done
+from fallow.worker.data.ledger import StepFinished
 from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 
@@ -137,7 +137,7 @@ class Update:
         member.boundary = time.monotonic()
         member.recorded_step = -1
         member.pace.end_step()
-        member.ledger.add(Done(generation=member.group.generation, step=at.step))
+        member.ledger.add(StepFinished(generation=member.group.generation, step=at.step))
         at.loss = self.figures.get("loss", at.loss)
         at.finish_step(cut.samples, last=cut.last)
         speed = cut.samples / max(member.boundary - self.began, 1e-9)

@@ -20,7 +20,7 @@ from fallow.core.training.audit import audit
 from fallow.head.api.reports import sample_count
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
-from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
+from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, StepFinished, read_ledger
 
 DEADLINE_S = 120.0
 
@@ -146,7 +146,7 @@ def test_what_is_done_again_behind_a_checkpoint_is_not_lost_meanwhile(tmp_path: 
         ledger.add(Start(generation=generation, first_step=steps[0]))
         for step in steps:
             ledger.add(fed(step, generation))
-            ledger.add(Done(generation=generation, step=step))
+            ledger.add(StepFinished(generation=generation, step=step))
         ledger.flush()
 
     write("n0.ledger", 1, list(range(10)))

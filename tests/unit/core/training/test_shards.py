@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.training.audit import Done, Fed, Record, Start, audit
-from fallow.core.training.shards import EVERY, Division, divide, duties, filled, make_layout, mix, shard_crc, step_time
+from fallow.core.training.audit import Fed, Record, Start, StepFinished, audit
+from fallow.core.training.shards import (
+    EVERY,
+    Division,
+    divide,
+    duties,
+    fill_unmeasured,
+    make_layout,
+    mix,
+    shard_crc,
+    step_time,
+)
 from fallow.model import FallowError
 
 PACES = st.floats(0, 1e3, allow_nan=False)
@@ -77,7 +87,7 @@ def history() -> list[Record]:
     return [
         Start(generation=1, first_step=0),
         *(fed(1, step, shard) for step in range(2) for shard in range(2)),
-        *(Done(generation=1, step=step) for step in range(2)),
+        *(StepFinished(generation=1, step=step) for step in range(2)),
         fed(1, 2, 0),
         *(fed(2, 2, shard) for shard in range(2)),
     ]
@@ -115,8 +125,8 @@ def test_no_other_division_is_done_sooner(paces, more) -> None:
 
 
 def test_an_unknown_pace_is_the_median_of_the_known() -> None:
-    assert filled([0.0, 1.0, 4.0, 2.0]) == [2.0, 1.0, 4.0, 2.0]
-    assert filled([0.0, 0.0]) == [1.0, 1.0]
+    assert fill_unmeasured([0.0, 1.0, 4.0, 2.0]) == [2.0, 1.0, 4.0, 2.0]
+    assert fill_unmeasured([0.0, 0.0]) == [1.0, 1.0]
     assert divide(20, [1, 3, 0, 1]) == [6, 2, 6, 6]
 
 
@@ -125,7 +135,9 @@ def test_small_noise_never_makes_it_flap(shards, paces, data) -> None:
     """Speeds that stay the same, measured to within 1.5 %: it changes once at most, and not if it began so."""
     even = data.draw(st.booleans())
     wobble = st.floats(0.985, 1.015)
-    noisy = st.tuples(*[wobble for _ in paces]).map(lambda by: [p * q for p, q in zip(filled(paces), by, strict=True)])
+    noisy = st.tuples(*[wobble for _ in paces]).map(
+        lambda by: [p * q for p, q in zip(fill_unmeasured(paces), by, strict=True)]
+    )
     division, changes = Division((0.0,) * len(paces) if even else tuple(data.draw(noisy))), 0
     for step in range(0, 10 * EVERY, EVERY):
         division, before = division.revised(shards, data.draw(noisy), step), division
