@@ -113,7 +113,7 @@ class CliClient:
             return
         for text in job_ids:
             if not _JOB_ID.fullmatch(text):
-                raise FallowError(f"{text!r} is no job id; give the number that sbatch printed", Exit.USAGE)
+                raise FallowError(f"{text!r} is not a job id; give the number that sbatch printed", Exit.USAGE)
         result = await self._start(["scancel", "--quiet", *job_ids])
         # scancel also fails for a job that has ended, which is what the caller wants.
         if result.code != 0 and not re.search(r"invalid job id|already complet", result.stderr, re.IGNORECASE):
@@ -225,7 +225,7 @@ def _script_file(text: bytes) -> Path:
         # gettempdir() itself raises where no folder can be written to.
         folder = Path(error.filename).parent if error.filename else tempfile.tempdir or "the temporary folder"
         raise SlurmUnavailable(
-            f"sbatch: its script cannot be written to {folder} ({error.strerror or error}); "
+            f"sbatch: cannot write its script to {folder} ({error.strerror or error}); "
             "make room there, or start the head with TMPDIR set to another folder"
         ) from error
     return Path(name)
@@ -238,5 +238,5 @@ def _unwrap(result: str | BaseException) -> str:
 
 
 def _failure(argv: list[str], result: CommandResult) -> str:
-    what = " ".join(argv[:3]) if argv[0] == "scontrol" and argv[1] == "show" else argv[0]
-    return f"{what}: {parse.complaint(result.stderr)}; check slurmctld with `scontrol ping`"
+    command = " ".join(argv[:3]) if argv[0] == "scontrol" and argv[1] == "show" else argv[0]
+    return f"{command}: {parse.complaint(result.stderr)}; check slurmctld with `scontrol ping`"

@@ -17,7 +17,7 @@ class SubmitRejected(FallowError):
     """Slurm refused the job, so the job does not exist. `reason` is Slurm's message."""
 
     def __init__(self, token: str, reason: str) -> None:
-        super().__init__(f"job {token}: Slurm refused it ({reason}); change the options or ask the site", Exit.DATA)
+        super().__init__(f"job {token}: Slurm refused it ({reason}); change its options or ask the site", Exit.DATA)
         self.token = token
         self.reason = reason
 
@@ -27,7 +27,7 @@ class SubmitUnknown(FallowError):
 
     def __init__(self, token: str, reason: str) -> None:
         super().__init__(
-            f"job {token}: not known whether Slurm took it ({reason}); look for it by its name before asking again",
+            f"job {token}: not known whether Slurm accepted it ({reason}); look for its name before you submit again",
             Exit.TEMPFAIL,
         )
         self.token = token
@@ -76,9 +76,7 @@ class SlurmClient(Protocol):
         ...
 
     async def owner(self) -> OwnerView:
-        """What Slurm's accounting says about this user: limits, fair share, priorities. Takes several requests: call it
-        rarely.
-        """
+        """This user's limits, fair share and priorities from Slurm. Takes several requests: call it rarely."""
         ...
 
     async def test_only(self, request: JobRequest) -> str:

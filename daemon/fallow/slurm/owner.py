@@ -42,17 +42,15 @@ async def owner(query: Query, user: str, at: float) -> OwnerView:
         limits += [limit for limit in own if (limit.of, limit.name) not in reported]
         level = _parents(answer, level) - queried
     if not shares:
-        notes.append(
-            "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share"
-        )
+        notes.append("the cluster has no accounting (slurmdbd): no limits of accounts or QOS, and no fair share")
     priorities: list[PriorityView] = []
     try:
         priorities = parse_priorities(await query(["sprio", "-h", "-u", user, "-o", _SPRIO]))
     except FallowError as error:
         if "not running a supported priority plugin" in error.message:
-            notes.append("jobs have no priority by factors here (sprio knows only priority/multifactor)")
+            notes.append("this cluster does not use priority/multifactor, so sprio shows no priorities")
         else:
-            notes.append(f"no priorities of pending jobs ({error.message})")
+            notes.append(f"priorities of pending jobs are not available ({error.message})")
     return OwnerView(user=user, at=at, limits=limits, shares=shares, priorities=priorities, notes=notes)
 
 

@@ -21,9 +21,7 @@ UNKNOWN_S = 60.0
 """Seconds for which a configuration with a missing part is cached."""
 
 STEP_S = 1.0
-"""A step of our clock by so many seconds makes us ask for the configuration again, because it carries slurmctld's
-clock.
-"""
+"""After a step of our clock by so many seconds, the configuration is asked for again: it carries slurmctld's clock."""
 
 BURST_S = 20.0
 """A bucket holds the tokens of so many seconds."""
@@ -130,9 +128,7 @@ class PacedClient:
         return state
 
     async def may_submit(self) -> None:
-        """Wait for the turn of the next `submit`, which does not wait itself: the caller chooses the job after the
-        wait.
-        """
+        """Wait for the turn of the next `submit`, which itself does not wait: the caller then chooses a job."""
         await self._wait(self._submits)
 
     async def submit(self, request: JobRequest) -> str:

@@ -84,7 +84,7 @@ class PyslurmClient(CliClient):
             # In a thread, like the commands' answers.
             return await asyncio.to_thread(on_our_clock, state, steady(), self.clock_offset_s)
         if self._insist:
-            raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
+            raise SlurmUnavailable(f'{self.backend}; repair it, or set [slurm] client = "auto"')
         return await super().poll()
 
     async def _ask(self) -> ClusterState | None:
@@ -116,16 +116,16 @@ class PyslurmClient(CliClient):
             self._not_before = float("inf")  # until the cluster has another version
             self.backend = f"command line ({reason})"
         elif result.code != Exit.UNAVAILABLE:
-            self._failed(reason)
+            self._note_failure(reason)
         if result.code in (Exit.UNAVAILABLE, None):
             raise SlurmUnavailable(f"pyslurm: {reason}; check slurmctld with `scontrol ping`")
         return None
 
-    def _failed(self, reason: str) -> None:
+    def _note_failure(self, reason: str) -> None:
         delay = min(RETRY_S * 2.0 ** min(self._failures, 20), RETRY_MAX_S)
         self._failures += 1
         self._not_before = time.monotonic() + delay
-        self.backend = f"command line (pyslurm: {reason}; tried again in {delay:g} s)"
+        self.backend = f"command line (pyslurm: {reason}; next try in {delay:g} s)"
 
 
 def _last_words(result: CommandResult) -> str:

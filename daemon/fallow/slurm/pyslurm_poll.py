@@ -69,8 +69,8 @@ def main(slurm: str, fallow: str) -> int:
     os.dup2(2, 1)
     import pyslurm
 
-    if unsuited := _unsuited(pyslurm.__version__, slurm):
-        sys.stderr.write(unsuited)
+    if mismatch := _mismatch(pyslurm.__version__, slurm):
+        sys.stderr.write(mismatch)
         return Exit.CONFIG
     # From now on the caller waits for slurmctld, and no longer for our beginning.
     answer.write(b"\n")
@@ -86,14 +86,16 @@ def main(slurm: str, fallow: str) -> int:
     return Exit.OK
 
 
-def _unsuited(version: str, cluster: str) -> str:
+def _mismatch(version: str, cluster: str) -> str:
     """Why this pyslurm does not fit Slurm of that version; empty: it fits."""
-    own, its = slurm_release(version), slurm_release(cluster)
-    if own < OLDEST:
+    pyslurm_release, cluster_release = slurm_release(version), slurm_release(cluster)
+    if pyslurm_release < OLDEST:
         return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
-    if own != its:
-        cluster_version = f"Slurm {its[0]}.{its[1]:02}" if its else "an unknown version of Slurm"
-        return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {cluster_version}"
+    if pyslurm_release != cluster_release:
+        cluster_version = (
+            f"Slurm {cluster_release[0]}.{cluster_release[1]:02}" if cluster_release else "an unknown version of Slurm"
+        )
+        return f"pyslurm {version} fits only its own version of Slurm, and the cluster runs {cluster_version}"
     return ""
 
 
@@ -168,7 +170,7 @@ def job(record: Any) -> dict[str, str]:
 
 def node(record: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
     """Words of `scontrol -o -d show node`. Args: gpus_used: type -> number (`gpus_of_jobs`), if TRES do not say."""
-    counted = _gpus_of_tres(record.allocated_tres or {})
+    tres_gpus = _gpus_of_tres(record.allocated_tres or {})
     return {
         "NodeName": record.name,
         "State": record.state,
@@ -181,7 +183,7 @@ def node(record: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
         "MemSpecLimit": _number(record.memory_reserved_for_system),
         "AllocMem": _number(record.allocated_memory),
         "Gres": _gres(record.configured_gres),
-        "GresUsed": _gres(counted or gpus_used),
+        "GresUsed": _gres(tres_gpus or gpus_used),
         "ActiveFeatures": ",".join(record.active_features or ()),
         "Owner": record.owner or "",
     }

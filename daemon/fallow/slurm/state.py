@@ -61,8 +61,10 @@ def cluster_state(
     # The user database may be unavailable, for us or for squeue, which then shows the number. Look up each user
     # once a poll: thousands of jobs may belong to users that the database does not know now.
     user_name.cache_clear()
-    own = {user_name(os.getuid()), str(os.getuid())}
-    visible_jobs = [job for job in jobs if job.state not in ENDED_STATES or (job.user in own and carries_token(job))]
+    own_names = {user_name(os.getuid()), str(os.getuid())}
+    visible_jobs = [
+        job for job in jobs if job.state not in ENDED_STATES or (job.user in own_names and carries_token(job))
+    ]
     # A job may have started between the two answers. And Slurm calls a node idle if its only job is suspended, although
     # that job keeps its memory and GPUs.
     busy = {name for job in visible_jobs if job.state in _KEEPING for name in job.nodes}
@@ -90,8 +92,8 @@ def user_name(uid: int) -> str:
 def own_groups() -> frozenset[str] | None:
     """Names of our groups, as a partition's AllowGroups names them; None: the user database does not know us."""
     try:
-        me = pwd.getpwuid(os.getuid())
-        ids = os.getgrouplist(me.pw_name, me.pw_gid)
+        user = pwd.getpwuid(os.getuid())
+        ids = os.getgrouplist(user.pw_name, user.pw_gid)
     except (KeyError, OSError):
         return None
     names = set()

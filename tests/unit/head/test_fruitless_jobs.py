@@ -83,7 +83,7 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
         if others_come and each % 2 and good:
             site.slurm.engine.left(good[0].job_id or "", "PREEMPTED")
     assert _holes(site).died == ["n13", "n13"], "within 50 minutes"
-    assert "2 jobs in a row came to nothing there" in run.barred["n13"]
+    assert "2 jobs in a row failed to start there" in run.barred["n13"]
     assert not run.record.paused and len(run.live_allocations()) >= 18
     assert run.roster.failures.bars["n13"].until <= site.slurm.now + BAR_S
 

@@ -63,7 +63,7 @@ async def test_a_full_temporary_folder_is_told_and_nothing_is_submitted(
     with pytest.raises(SlurmUnavailable) as caught:
         await CliClient().submit(REQUEST)
     assert caught.value.message == (
-        f"sbatch: its script cannot be written to {scripts} (No space left on device); "
+        f"sbatch: cannot write its script to {scripts} (No space left on device); "
         "make room there, or start the head with TMPDIR set to another folder"
     )
     assert os.listdir(scripts) == []

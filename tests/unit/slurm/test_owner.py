@@ -72,8 +72,8 @@ def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:
     )
     assert (view.limits, view.shares, view.priorities) == ([], [], [])
     assert view.notes == [
-        "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share",
-        "jobs have no priority by factors here (sprio knows only priority/multifactor)",
+        "the cluster has no accounting (slurmdbd): no limits of accounts or QOS, and no fair share",
+        "this cluster does not use priority/multifactor, so sprio shows no priorities",
     ]
 
 

@@ -82,15 +82,14 @@ class Asker(msgspec.Struct, frozen=True, cache_hash=True):
     def of(cls, spec: RunSpec, configured: "Asker | None" = None) -> "Asker":
         """Account and QOS of a run's harvest jobs: from the run's script, else the configuration, else the base job.
 
-        In lower case, because Slurm shows all accounts and QOS in lower case (`xstrtolower` in Slurm's job_mgr.c and
-        read_config.c).
+        In lower case, as Slurm shows all accounts and QOS (`xstrtolower` in Slurm's job_mgr.c and read_config.c).
         """
         base_options, configured = spec.harvest_given, configured or cls()
         account = spec.harvest_account or configured.account or base_options.get("account", "")
         return cls(account.lower(), (configured.qos or base_options.get("qos", "")).lower())
 
     def __str__(self) -> str:
-        return f"account {self.account or 'by default'}, QOS {self.qos or 'by default'}"
+        return f"account {self.account or '(default)'}, QOS {self.qos or '(default)'}"
 
 
 ANYBODY = Asker("*", "*")
@@ -135,10 +134,10 @@ class Backoff(msgspec.Struct):
         strikes = self.strikes.setdefault(_key(scope, asker, partition), Strikes())
         ended_at, newest = strikes.newest_vacancies
         # A request that waited before our last job ended says nothing about the capacity that this job freed.
-        since = min(strikes.vacancies, newest) if ended_at == now else 0
-        if now >= strikes.until or since < strikes.vacancies:
+        new_vacancies = min(strikes.vacancies, newest) if ended_at == now else 0
+        if now >= strikes.until or new_vacancies < strikes.vacancies:
             strikes.add(now)
-        strikes.tries, strikes.vacancies = 1, since
+        strikes.tries, strikes.vacancies = 1, new_vacancies
         return True
 
     def put_off(self, what: str, now: float) -> None:
@@ -225,9 +224,9 @@ class Backoff(msgspec.Struct):
         until, owner_until = self.until(asker, partition), self.owner_until(asker)
         if until <= now:
             return ""
-        # A limit of the account binds in every partition; naming one would send people to look there.
-        where = f"by {asker}" if owner_until == until else f"in {partition}"
-        return f"nothing is asked for {where} for {until - now:.0f} s"
+        # A limit of the account binds in every partition: naming a partition would mislead.
+        scope = f"under {asker}" if owner_until == until else f"in {partition}"
+        return f"no requests {scope} for {until - now:.0f} s"
 
     def longest(self, asker: Asker, partition: str, now: float) -> int | None:
         """Maximum minutes of a request; None: no maximum is known."""

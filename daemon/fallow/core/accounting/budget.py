@@ -74,9 +74,9 @@ def exhausted_at(budget_s: float, before_s: float, allocations: Iterable[Allocat
     unsettled = [a for a in allocations if is_charged(a) and not a.settled]
     if remaining_node_s(budget_s, before_s, allocations, now) >= 0:
         return None
-    holding = [a for a in unsettled if any(span.end_at is None for span in a.spans.values())]
-    nodes = sum(len(span.nodes) for a in holding for span in a.spans.values() if span.end_at is None)
+    holders = [a for a in unsettled if any(span.end_at is None for span in a.spans.values())]
+    nodes = sum(len(span.nodes) for a in holders for span in a.spans.values() if span.end_at is None)
     if not nodes:
         return None
-    over = sum(booked_node_s(a, now) for a in allocations if a not in holding)
-    return now + max(0.0, budget_s - before_s - over - sum(spent_node_s(a, now) for a in holding)) / nodes
+    other_node_s = sum(booked_node_s(a, now) for a in allocations if a not in holders)
+    return now + max(0.0, budget_s - before_s - other_node_s - sum(spent_node_s(a, now) for a in holders)) / nodes

@@ -57,17 +57,15 @@ def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collectio
 
 def awaits_verdict(allocation: Allocation, now: float) -> bool:
     """Return True while a base job is ending and Slurm has not said how. Args: now: Unix time."""
-    leaving = allocation.state is AllocationState.ENDED or allocation.warned
+    is_ending = allocation.state is AllocationState.ENDED or allocation.warned
     is_base_job = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.settled
     last_at = max((at for at in (allocation.asked_at, allocation.left_at) if at is not None), default=None)
-    recent = last_at is not None and abs(now - last_at) < VERDICT_S
-    return is_base_job and leaving and recent and not allocation.elected
+    is_recent = last_at is not None and abs(now - last_at) < VERDICT_S
+    return is_base_job and is_ending and is_recent and not allocation.elected
 
 
 def note(cancels: Cancels, now: float, node: str) -> bool:
-    """Note a cancellation. Args: node: that the job had; empty: none. Returns: True if no more jobs should be
-    requested.
-    """
+    """Note a cancellation. Args: node: of the job; empty: none. Returns: True if nothing more should be requested."""
     cancels.at = [at for at in [*cancels.at, now] if at > now - WITHIN_S]
     cancels.barred = sorted({*cancels.barred, *filter(None, [node])})
     return len(cancels.at) >= CANCELS

@@ -49,19 +49,17 @@ def note_launch_failure(failures: LaunchFailures, node: str, text: str, *, train
     times = 0
     if node:
         times = failures.failures_by_node[node] = failures.failures_by_node.get(node, 0) + 1
-    explained = trains and failures.in_a_row < MAX_LAUNCH_FAILURES and (suspect or times >= MAX_ON_NODE)
-    if not explained:
+    has_explanation = trains and failures.in_a_row < MAX_LAUNCH_FAILURES and (suspect or times >= MAX_ON_NODE)
+    if not has_explanation:
         failures.in_a_row += 1
     if times < MAX_ON_NODE:
         return ""
     del failures.failures_by_node[node]
     failures.barred = sorted({*failures.barred, node})
-    return f"{times} jobs in a row came to nothing there, the last: {text}"
+    return f"{times} jobs in a row failed to start there; the last: {text}"
 
 
 def note_agent_arrival(failures: LaunchFailures, node: str) -> None:
-    """Note that an agent connected: the script works on its node. Failures on other nodes still count against those
-    nodes.
-    """
+    """Note that an agent connected: the script works on its node. Failures on other nodes still count."""
     failures.in_a_row = 0
     failures.failures_by_node.pop(node, None)

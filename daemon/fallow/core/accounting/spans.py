@@ -68,7 +68,7 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
         return False
     if not jobs:
         return _not_shown(allocation, at)
-    before = _stored_fields(allocation)
+    old_fields = _stored_fields(allocation)
     allocation.unseen_at = None
     limits = [job.time_limit_s for job in jobs]
     allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
@@ -77,7 +77,7 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
     allocation.settled = all(job.state in ENDED_STATES for job in jobs)
     if allocation.settled:
         allocation.slurm_state = jobs[0].state
-    return before != _stored_fields(allocation)
+    return old_fields != _stored_fields(allocation)
 
 
 def _stored_fields(allocation: "Allocation") -> bytes:
@@ -94,8 +94,8 @@ def node_periods(allocation: "Allocation", at: float) -> list[tuple[float, float
     spans = allocation.spans.values()
     if spans or allocation.start_at is None:
         return [(span.start_at, span.start_at + span.held_s(at)) for span in spans for _ in span.nodes]
-    ended = not allocation.live and allocation.end_at is not None
-    end = min(at, allocation.end_at or at) if ended else at
+    has_ended = not allocation.live and allocation.end_at is not None
+    end = min(at, allocation.end_at or at) if has_ended else at
     return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
 
 
@@ -113,8 +113,8 @@ def _follow_job(allocation: "Allocation", job: JobInfo, at: float, gpus: Mapping
         else:
             span.nodes.setdefault(node, 0)
     # A completing job already has its end time: it no longer holds its nodes.
-    over = job.state in ENDED_STATES or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
-    span.end_at = None if not over else at if job.end_at is None else job.end_at
+    has_ended = job.state in ENDED_STATES or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
+    span.end_at = None if not has_ended else at if job.end_at is None else job.end_at
 
 
 def _not_shown(allocation: "Allocation", at: float) -> bool:

@@ -71,8 +71,8 @@ def by_month(sums: Tallies, now: float) -> Tallies:
     for place, tally in sums.items():
         day, _, partition = place.partition(" ")
         # Only whole months, else one month would be shown as days and as a month.
-        when = day if day[:7] >= first_month else day[:7]
-        result.setdefault(f"{when} {partition}", Tally()).merge(tally)
+        period = day if day[:7] >= first_month else day[:7]
+        result.setdefault(f"{period} {partition}", Tally()).merge(tally)
     return result
 
 
@@ -143,15 +143,15 @@ def _add(tallies: Tallies, partition: str, start: float, end: float, shares: Map
     """Add seconds by source to their days, in proportion to each day's part of the period."""
     duration_s = end - start
     while start < end:
-        until = min(end, (start // DAY_S + 1) * DAY_S)
-        if until <= start:
+        day_end = min(end, (start // DAY_S + 1) * DAY_S)
+        if day_end <= start:
             # A float cannot tell these times apart. No clock returns such times.
-            until = end
+            day_end = end
         for source, seconds in shares.items():
             if seconds > 0:
-                node_s = seconds * (until - start) / duration_s
+                node_s = seconds * (day_end - start) / duration_s
                 tallies.setdefault(f"{day_of(start)} {partition}", Tally()).add(source, node_s, node_s * gpus)
-        start = until
+        start = day_end
 
 
 def _stretches(
@@ -181,8 +181,8 @@ def _stretches(
         },
     )
     # The rest of the batch script is the user's own work. It runs in one allocation only.
-    elected = allocation.end_code is not None and allocation.end_code != Exit.NO_RESTART
-    yield last, end, {useful if elected else Source.DRAINED: end - last}
+    was_elected = allocation.end_code is not None and allocation.end_code != Exit.NO_RESTART
+    yield last, end, {useful if was_elected else Source.DRAINED: end - last}
 
 
 def _without_use(allocation: Allocation) -> Source:
@@ -212,5 +212,5 @@ class Prices:
         return bool(self.node_hour or self.gpu_hour)
 
     def cost(self, partition: str, node_s: float, gpu_s: float) -> float:
-        each = ((self.node_hour, node_s), (self.gpu_hour, gpu_s))
-        return sum(table.get(partition, table.get(ANY_PARTITION, 0.0)) * seconds for table, seconds in each) / 3600.0
+        prices = ((self.node_hour, node_s), (self.gpu_hour, gpu_s))
+        return sum(table.get(partition, table.get(ANY_PARTITION, 0.0)) * seconds for table, seconds in prices) / 3600.0

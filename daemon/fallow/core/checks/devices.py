@@ -43,8 +43,8 @@ class Devices:
         """Variables of worker `index` of `workers`. Every GPU has a worker, and the GPUs of one worker are adjacent."""
         shares = {name: _share(entries, index, workers) for name, entries in self.named.items()}
         if self.amd and _ROCR in shares:
-            within = tuple(map(str, range(len(shares[_ROCR]))))
-            shares |= {name: within for name in _READ_BY_HIP if name in shares}
+            positions = tuple(map(str, range(len(shares[_ROCR]))))
+            shares |= {name: positions for name in _READ_BY_HIP if name in shares}
         return {name: ",".join(entries) for name, entries in shares.items()}
 
 

@@ -58,9 +58,8 @@ def verdicts(facts: AllocationFacts, fold: Callable[[Collection[str]], str]) -> 
         if len(by_text) == 1:
             return judge(name, next(iter(by_text)), fix, level)
         differences = "; ".join(f"{fold(node_names)}: {text}" for text, node_names in by_text.items())
-        return Check(
-            name, Level.WARN, differences, fix or "the nodes differ: reproducible=True may refuse some of them"
-        )
+        differing = "the nodes differ: a run with reproducible=True may refuse some of them"
+        return Check(name, Level.WARN, differences, fix or differing)
 
     no_gpus = "" if any(one.devices for one in nodes) else "ask for GPUs: --gpus-per-node=N"
     checks = [alike("GPUs", map(_devices, nodes), no_gpus, Level.FAIL)]
@@ -83,7 +82,7 @@ def _bandwidth(measured: AllReduceTiming, nodes: Sequence[NodeFacts]) -> Check:
     expected_gb_s = min(one.rate_gbit_s for one in nodes) / 8 if len(nodes) > 1 else 0.0
     if not expected_gb_s:
         return judge("all-reduce", text)
-    fix = "see with NCCL_DEBUG=INFO which cards and paths are used; NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose them"
+    fix = "NCCL_DEBUG=INFO shows the cards and paths in use; NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose the cards"
     text += f", the network cards allow {expected_gb_s:.3g} GB/s"
     return judge("all-reduce", text, fix if measured.bus_gb_s < _POOR * expected_gb_s else "")
 

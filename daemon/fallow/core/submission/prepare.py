@@ -70,9 +70,9 @@ def plan(
         fallow |= parse_settings(text, "--fallow")
     low, high = run_limits(options, fallow.get("nodes"), ranged=any(map(is_range, line.values_of("nodes"))))
     leader = options[0]
-    sized = any("nodes" in component for component in options)
+    has_size = any("nodes" in component for component in options)
     # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
-    nodes = "" if sized or "nodes" not in fallow or len(options) > 1 else str(low)
+    nodes = "" if has_size or "nodes" not in fallow or len(options) > 1 else str(low)
     size = [f"--nodes={nodes}"] if nodes else []
     base = component_nodes(leader)[0] if "nodes" in leader else low
     spec = RunSpec(
@@ -113,10 +113,10 @@ def _advice(spec: RunSpec, options: Sequence[InForce], script: BatchScript) -> l
         notes.append(f"{script.name} does not call `fallow run`; unless something it calls does, nothing will train")
     if misplaced := [word for word in spec.args if _FALLOW_OPTION.fullmatch(word)]:
         notes.append(
-            f"{' '.join(misplaced)} after {script.name} is for the script alone; options of ours stand before it"
+            f"{' '.join(misplaced)} after {script.name} goes to the script; write Fallow's options before the script"
         )
     if "nodelist" in options[0] or "nodefile" in options[0]:
-        notes.append("--nodelist holds for the base job alone; harvest jobs go to any suitable node")
+        notes.append("--nodelist applies to the base job only; harvest jobs run on any suitable node")
     return notes
 
 
@@ -127,5 +127,5 @@ _FALLOW_OPTION = re.compile(r"--dry-run|--fallow=.*|(--nodes=|-N)\d+:\d+")
 def _chdir(leader: InForce, cwd: str) -> str:
     folder = text_of(leader, "chdir")
     if "\0" in folder:
-        raise FallowError("--chdir holds a NUL character", Exit.USAGE)
+        raise FallowError("--chdir contains a NUL character", Exit.USAGE)
     return folder if folder.startswith("/") else f"{cwd.rstrip('/')}/{folder}" if folder else cwd

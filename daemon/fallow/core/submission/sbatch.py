@@ -35,9 +35,7 @@ _PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 
 
 def job_environment(state: str, run: str, token: str, kind: AllocationKind) -> dict[str, str]:
-    """Variables that `fallow run` reads in the allocation. They hold no secret: `sacct` shows command lines to
-    everybody.
-    """
+    """Variables that `fallow run` reads in the allocation. No secrets: `sacct` shows command lines to everybody."""
     _check_id(run, "run")
     _check_id(token, "token")
     return {
@@ -75,7 +73,7 @@ def inherited_options(options: InForce, nodes: int) -> list[str]:
     words = [use.canonical for use in options.values() if use.option.reach in (Reach.KEPT, Reach.SHAPE)]
     tasks = max(number(options, "ntasks-per-node") or -(-(number(options, "ntasks") or nodes) // nodes), 1)
     per_task = [entry for entry in text_of(options, "tres-per-task").split(",") if entry]
-    gpus = _counted(options, "gpus-per-node") or _gpus(text_of(options, "gres").split(","))
+    gpus = _gpu_counts(options, "gpus-per-node") or _gpus(text_of(options, "gres").split(","))
     if not gpus and (gpus := _gpus_per_node(options, nodes, tasks, per_task)):
         named = ",".join(f"{kind}:{count}" if kind else str(count) for kind, count in gpus.items())
         words.append(f"--gpus-per-node={named}")
@@ -97,11 +95,11 @@ def inherited_options(options: InForce, nodes: int) -> list[str]:
 
 def _gpus_per_node(options: InForce, nodes: int, tasks: int, per_task: Sequence[str]) -> dict[str, int]:
     """GPUs of one node by type, if the base job counts GPUs per job, task or socket."""
-    if gpus := _counted(options, "gpus"):
+    if gpus := _gpu_counts(options, "gpus"):
         return {kind: max(count // nodes, min(count, 1)) for kind, count in gpus.items()}
-    if gpus := _counted(options, "gpus-per-task"):
+    if gpus := _gpu_counts(options, "gpus-per-task"):
         return {kind: count * tasks for kind, count in gpus.items()}
-    if gpus := _counted(options, "gpus-per-socket"):
+    if gpus := _gpu_counts(options, "gpus-per-socket"):
         layout = text_of(options, "extra-node-info").partition(":")[0]
         sockets = number(options, "sockets-per-node") or (int(layout) if layout.isdecimal() else 1)
         return {kind: count * sockets for kind, count in gpus.items()}
@@ -118,7 +116,7 @@ def _gpus(entries: Iterable[str]) -> dict[str, int]:
     return {match["type"] or "": int(match["count"] or 1) for match in matches}
 
 
-def _counted(options: InForce, name: str) -> dict[str, int]:
+def _gpu_counts(options: InForce, name: str) -> dict[str, int]:
     """Value of an option that counts GPUs: `8`, `a100:4,v100:2`."""
     return _gpus(f"gpu:{entry}" for entry in text_of(options, name).split(",") if entry)
 
@@ -153,12 +151,12 @@ def harvest_options(
     """
     _check_id(token, "token")
     if not _PARTITION.fullmatch(partition):
-        raise FallowError(f"{partition[:64]!r} is no partition name; check [harvest] partitions", Exit.CONFIG)
+        raise FallowError(f"{partition[:64]!r} is not a partition name; check [harvest] partitions", Exit.CONFIG)
     if minutes < 1:
         raise FallowError(f"a harvest job of {minutes} minutes; at least 1 is needed", Exit.SOFTWARE)
     is_whole_node = part is None and takes_whole_nodes(spec)
     shape = _part(part) if part is not None else {"exclusive": None, "mem": "0"} if is_whole_node else {}
-    own = {
+    settings = {
         "export": "ALL",
         "propagate": "NONE",
         "ignore-pbs": None,
@@ -175,19 +173,19 @@ def harvest_options(
         "partition": partition,
         **shape,
     }
-    own |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
-    words = [OptionUse(name, value).canonical for name, value in own.items()]
+    settings |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
+    words = [OptionUse(name, value).canonical for name, value in settings.items()]
     for word in spec.harvest_options:
         name = word.removeprefix("--").partition("=")[0]
         is_wanted = (
             OptionUse(name).option.reach is Reach.KEPT if part is not None else not is_whole_node or name not in MEMORY
         )
-        if name not in own and is_wanted:
+        if name not in settings and is_wanted:
             words.append(word)
-    words = _without(words, barred)
+    words = _with_excluded(words, barred)
     for word in words:
         if "\0" in word or "\n" in word:
-            raise FallowError(f"the sbatch option {word[:64]!r} holds a line end or NUL", Exit.DATA)
+            raise FallowError(f"the sbatch option {word[:64]!r} contains a line end or a NUL character", Exit.DATA)
     return words
 
 
@@ -199,13 +197,13 @@ def takes_whole_nodes(spec: RunSpec) -> bool:
 def _part(part: Part) -> dict[str, str | None]:
     gpus = f"{part.gpu_type}:{part.gpus}" if part.gpu_type else str(part.gpus)
     memory = {"mem": f"{part.memory_mb}M"} if part.memory_mb else {}
-    one: dict[str, str | None] = {
+    options: dict[str, str | None] = {
         "ntasks": "1",
         "cpus-per-task": str(part.cpus),
         "gpus-per-node": gpus,
         "nodelist": part.node,
     }
-    return one | memory
+    return options | memory
 
 
 # -- the base job -------------------------------------------------------------------------------------------------
@@ -228,8 +226,8 @@ def first_options(command: Sequence[Component], in_force: Sequence[InForce]) -> 
     components: list[list[OptionUse]] = []
     for index, options in enumerate(in_force):
         uses = command[min(index, len(command) - 1)]
-        completed = [options[name] for name in COMPLETED if name in options and options[name] not in uses]
-        components.append([*completed, *uses])
+        additions = [options[name] for name in COMPLETED if name in options and options[name] not in uses]
+        components.append([*additions, *uses])
     return canonical(components)
 
 
@@ -245,8 +243,7 @@ def base_options(
     """sbatch options of a base job: the user's own, then those that make the job part of its run.
 
     Fallow's options come last in every component, so they win. Each component repeats the options that stay in force
-    for the whole job: an option that only a later component gives on a command line would hold for earlier components
-    too.
+    for the whole job: on a command line, an option of a later component would hold for earlier components too.
 
     Args:
         options: the user's options, from `first_options`, or all that are in force, from `RunSpec.sbatch_options`.
@@ -266,8 +263,8 @@ def base_options(
             in_force.setdefault("export", OptionUse("export", "ALL"))
         words.extend([":"] if index else [])
         passed_on = (use for use in component if _is_passed_on(use, first=first) and use.name not in by_script)
-        words.extend(_without([use.canonical for use in passed_on], barred))
-        words.extend(_joining(in_force, token, exported))
+        words.extend(_with_excluded([use.canonical for use in passed_on], barred))
+        words.extend(_run_options(in_force, token, exported))
     return words
 
 
@@ -296,7 +293,7 @@ def _is_passed_on(use: OptionUse, *, first: bool) -> bool:
     return use.name not in ("comment", "export")
 
 
-def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
+def _with_excluded(words: Sequence[str], barred: Sequence[str]) -> list[str]:
     """The options of one job or component, with `barred` added to the nodes that the user excluded."""
     if not barred:
         return list(words)
@@ -305,7 +302,7 @@ def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
     return [*other_words, "--exclude=" + ",".join([*excluded[-1:], *barred])]
 
 
-def _joining(options: InForce, token: str, variables: Mapping[str, str]) -> list[str]:
+def _run_options(options: InForce, token: str, variables: Mapping[str, str]) -> list[str]:
     comment = text_of(options, "comment")
     words = [f"--comment={comment} {token}" if comment else f"--comment={token}"]
     if "requeue" not in options and "no-requeue" not in options:
@@ -322,4 +319,4 @@ def _joining(options: InForce, token: str, variables: Mapping[str, str]) -> list
 
 def _check_id(text: str, what: str) -> None:
     if not _ID.fullmatch(text):
-        raise FallowError(f"{text[:64]!r} is no {what}: {ID_PATTERN}", Exit.SOFTWARE)
+        raise FallowError(f"{text[:64]!r} is not a valid {what}: {ID_PATTERN}", Exit.SOFTWARE)

@@ -74,7 +74,7 @@ def parse_options(words: Sequence[str], where: str) -> Component:
     except FallowError as error:
         raise FallowError(f"{where}: {error.message}", error.code) from error
     if line.script is not None:
-        raise FallowError(f"{where}: {line.script!r} is no sbatch option", Exit.DATA)
+        raise FallowError(f"{where}: {line.script!r} is not an sbatch option", Exit.DATA)
     for use in line.components[0]:
         if use.option.reach is Reach.OWN:
             raise FallowError(f"{where}: sbatch does not know --{use.name}; write a #FALLOW line", Exit.DATA)

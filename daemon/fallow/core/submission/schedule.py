@@ -68,7 +68,7 @@ def parse_schedule(text: str, members: int, workers_per_node: int = 1) -> tuple[
     items = sorted((_item(number, word.strip()) for number, word in enumerate(words, 1)), key=lambda item: item.step)
     total = workers_per_node * (members + sum(item.count for item in items if item.action is Action.ADD))
     if total > MOST_WORKERS:
-        text = f"{total} workers in all are more than one machine can start; at most {MOST_WORKERS}"
+        text = f"schedule: {total} workers in total, but one machine can start at most {MOST_WORKERS}"
         raise FallowError(text, Exit.USAGE)
     _check(items, members)
     return tuple(items)
@@ -82,7 +82,7 @@ def _item(number: int, word: str) -> Item:
         problem = "is empty"
     elif match is None or action is None:
         hint = "; items are separated by commas" if re.search(r"\S\s+\S", word) else ""
-        problem = f"is none of {GRAMMAR}{hint}"
+        problem = f"is not {GRAMMAR}{hint}"
     elif max(len(digits), len(match["step"])) > DIGITS:
         problem = f"has a number of more than {DIGITS} digits"
     elif counts and not int(digits):
@@ -106,7 +106,7 @@ def _check(items: list[Item], members: int) -> None:
             next_number += item.count
         elif item.action is Action.RELEASE:
             if item.count > len(present):
-                problem = f"only {len(present)} of the members are left at step {item.step}"
+                problem = f"only {len(present)} members are left at step {item.step}"
             del present[-item.count :]
         elif item.member is not None:
             if item.member >= next_number:

@@ -44,16 +44,16 @@ def parse_script(text: str, name: str) -> BatchScript:
     settings: dict[str, Any] = {}
     for number, line in _header(text):
         where = f"{name}, line {number}"
-        if (directive := _after(line, MAGIC)) is not None:
+        if (directive := _directive_text(line, MAGIC)) is not None:
             words = split_directive(directive, where)
             if _begins_component(words):
                 if words[1:]:
-                    problem = f"{where}: sbatch reads nothing behind {words[0]}; begin a new #SBATCH line"
+                    problem = f"{where}: sbatch ignores options after {words[0]}; put them on a new #SBATCH line"
                     raise FallowError(problem, Exit.DATA)  # seen with 22.05
                 components.append([])
             else:
                 components[-1] += parse_options(words, where)
-        elif (directive := _after(line, (FALLOW_PREFIX,))) is not None:
+        elif (directive := _directive_text(line, (FALLOW_PREFIX,))) is not None:
             settings |= parse_settings(directive, where)
     return BatchScript(
         name=name,
@@ -86,15 +86,15 @@ def harvest_script(text: str) -> str:
 
 
 def with_directives(text: str, names: Collection[str]) -> str:
-    """The batch script of a base job that the head submits again: the same line numbers, but of the options only
-    `names`.
+    """The batch script of a base job that the head submits again: the same line numbers, but only the
+    options in `names`.
 
     The options of the new submission hold all others that are in force. From the script, sbatch would apply `--begin`,
     `--hold` and similar options once more.
     """
     lines = text.split("\n")
     for number, line in _header(text):
-        if (directive := _after(line, MAGIC)) is not None:
+        if (directive := _directive_text(line, MAGIC)) is not None:
             words = split_directive(directive, f"line {number}") if names else []
             if not _begins_component(words):
                 uses = parse_options(words, f"line {number}")
@@ -145,15 +145,15 @@ def _check(text: str, name: str) -> None:
     if not text.strip():
         problem = "the batch script is empty"
     elif text.startswith("\ufeff"):
-        problem = "it begins with a byte order mark; save it as UTF-8 without one"
+        problem = "it begins with a byte order mark; save it as UTF-8 without the mark"
     elif not first.startswith("#!") or not first[2:].strip():
         problem = "its first line must be #! and an interpreter, e.g. #!/bin/bash"
     elif "\0" in text:
         problem = "it contains a NUL character"
     elif "\r\n" in text:
-        problem = "it has DOS line ends; run: dos2unix on it"
+        problem = "it has DOS line ends; convert it with dos2unix"
     elif len(text) > MAX_SCRIPT:
-        problem = f"it is larger than {MAX_SCRIPT >> 20} MiB; Slurm takes no more"
+        problem = f"it is larger than {MAX_SCRIPT >> 20} MiB, which is Slurm's limit"
     if problem:
         raise FallowError(f"{name}: {problem}", Exit.DATA)
 
@@ -167,7 +167,7 @@ def _header(text: str) -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _after(line: str, prefixes: tuple[str, ...]) -> str | None:
+def _directive_text(line: str, prefixes: tuple[str, ...]) -> str | None:
     """What follows one of the prefixes at the very beginning of a line."""
     return next((line[len(prefix) :] for prefix in prefixes if line.startswith(prefix)), None)
 
@@ -176,7 +176,7 @@ def _unread_directives(text: str, name: str) -> Iterator[str]:
     header = sum(1 for _ in _header(text))
     for number, line in enumerate(text.split("\n"), 1):
         if number > header and line.startswith((FALLOW_PREFIX, "#SBATCH")):
-            yield f"{name}, line {number}: {line.split()[0]} after the first command (line {header + 1}) is not read"
+            yield f"{name}, line {number}: {line.split()[0]} after the first command (line {header + 1}) is ignored"
 
 
 def parse_settings(text: str, where: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def parse_settings(text: str, where: str) -> dict[str, Any]:
             continue
         if key not in _KEYS:
             near = difflib.get_close_matches(key, (*_KEYS, *_FLAGS), n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join((*_KEYS, *_FLAGS))}"
+            advice = f"did you mean {near[0]}?" if near else f"the keys are {', '.join((*_KEYS, *_FLAGS))}"
             raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
         form, read = _KEYS[key]
         if not value:
@@ -229,7 +229,7 @@ def _above_0(text: str) -> float:
 
 def _account(text: str) -> str:
     if not re.fullmatch(ACCOUNT_PATTERN, text):
-        raise ValueError("is no name of an account")
+        raise ValueError("is not an account name")
     return text
 
 

@@ -42,7 +42,7 @@ def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
         nodes = _number(environ, name)
         if nodes is None:
             raise FallowError(
-                f"{name} is not set: this is no Slurm allocation, or the script cleared Slurm's variables",
+                f"{name} is not set: this is not a Slurm allocation, or the script cleared Slurm's variables",
                 Exit.UNAVAILABLE,
             )
         words += [":"] if group else []
@@ -57,9 +57,7 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gpus(environ: Mapping[str, str]) -> list[str]:
-    """Options that give the step all GPUs. With GPUs per task, the step's one task a node would get only one task's
-    share.
-    """
+    """Options that give the step all GPUs. With GPUs per task, its one task a node would get one task's share."""
     per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     count = _number(environ, "SLURM_GPUS_ON_NODE")
     return [f"--gpus-per-node={count}"] if per_task and count else []

@@ -31,9 +31,7 @@ class Saving(msgspec.Struct, kw_only=True):
         self.failures, self.failed_at = self.failures + 1, now
 
     def due_in_s(self, every_s: float, now: float) -> float:
-        """Seconds until the next checkpoint must begin, so that it is complete when the interval ends; negative:
-        overdue.
-        """
+        """Seconds until the next checkpoint must begin to be complete when the interval ends; negative: overdue."""
         due_at = self.safe_at + every_s - min(self.took_s, every_s / 2)
         if self.failures:
             wait_s = min(every_s, RETRY_S * 2.0 ** min(self.failures - 1, 20))

@@ -187,11 +187,10 @@ class Division(NamedTuple):
 
     def shares(self, shards: int) -> list[int]:
         """Shards of each member, by rank, in a step of `shards`."""
-        return list(_divided(shards, self.paces))
+        return list(_divide_cached(shards, self.paces))
 
     def revised(self, shards: int, paces: Sequence[float], step: int) -> "Division":
-        """The division from `step` on. It changes only if its last change is `EVERY` steps ago and the new one saves
-        `GAIN`.
+        """The division from `step` on. It changes only if the last change is `EVERY` steps ago and it saves `GAIN`.
 
         Args:
             shards: in a full step.
@@ -204,14 +203,14 @@ class Division(NamedTuple):
 
     def _is_worse(self, shards: int, paces: Sequence[float]) -> bool:
         filled_paces = fill_unmeasured(paces)
-        enough = (1 - GAIN) * step_time(self.shares(shards), filled_paces)
-        if shards / sum(1 / pace for pace in filled_paces) >= enough:
+        good_step_s = (1 - GAIN) * step_time(self.shares(shards), filled_paces)
+        if shards / sum(1 / pace for pace in filled_paces) >= good_step_s:
             return False  # a cheap bound, since this runs after every step: not even divisible shards would save enough
-        return step_time(divide(shards, filled_paces), filled_paces) < enough
+        return step_time(divide(shards, filled_paces), filled_paces) < good_step_s
 
 
 @functools.lru_cache(maxsize=64)
-def _divided(shards: int, paces: tuple[float, ...]) -> tuple[int, ...]:
+def _divide_cached(shards: int, paces: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(divide(shards, paces))
 
 

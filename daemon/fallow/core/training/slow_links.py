@@ -70,9 +70,9 @@ class SlowLinks:
     def __init__(self) -> None:
         self._step_s: dict[frozenset[str], float] = {}
         "nodes -> seconds per step, as last measured"
-        self._blamed = 0, ""
+        self._blame = 0, ""
         "generation, and the node that the newest stretches in a row speak against; empty: none"
-        self._since: list[float] = []
+        self._stretches_s: list[float] = []
         "lengths of these stretches"
 
     def observe(
@@ -102,12 +102,12 @@ class SlowLinks:
             without_s = estimate_step_s(members, suspect, shards, step_s) if measured_s is None else measured_s
             if without_s is not None and without_s * (1 + GAIN) <= step_s:
                 finding = Finding(suspect.node, step_s, without_s)
-        blamed = generation, "" if finding is None else finding.node
-        if blamed != self._blamed:
-            self._blamed, self._since = blamed, []
-        self._since.append(lasted_s)
-        sustained = len(self._since) >= STRETCHES and sum(self._since) >= SUSTAINED_S
-        return finding if sustained else None
+        blame = generation, "" if finding is None else finding.node
+        if blame != self._blame:
+            self._blame, self._stretches_s = blame, []
+        self._stretches_s.append(lasted_s)
+        is_sustained = len(self._stretches_s) >= STRETCHES and sum(self._stretches_s) >= SUSTAINED_S
+        return finding if is_sustained else None
 
 
 def find_suspect(members: Sequence[Member]) -> Suspect | None:

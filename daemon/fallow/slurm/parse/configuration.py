@@ -56,9 +56,7 @@ def _controllers(values: dict[str, str]) -> list[str]:
 
 
 def _weights(values: dict[str, str]) -> dict[str, int]:
-    """Weights of `PriorityWeightAge = 1000` and `PriorityWeightTRES = CPU=1000,GRES/gpu=3000`, without those that are
-    0.
-    """
+    """Weights other than 0: `PriorityWeightAge = 1000`, `PriorityWeightTRES = CPU=1000,GRES/gpu=3000`."""
     weights: dict[str, int] = {}
     for key, value in values.items():
         name = key.removeprefix("PriorityWeight")

@@ -47,9 +47,7 @@ def _values(line: str) -> dict[str, str]:
 
 
 def node(row: Mapping[str, str]) -> NodeInfo:
-    """A node from the words of `scontrol -o -d show node`. Any word may be missing, also of partitions and
-    reservations.
-    """
+    """A node from the words of `scontrol -o -d show node`. Any word may be missing."""
     state, flags = node_state(row.get("State", ""))
     gres_used = row.get("GresUsed", "")
     return NodeInfo(

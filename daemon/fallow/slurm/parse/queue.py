@@ -68,8 +68,8 @@ def job(row: Mapping[str, str]) -> JobInfo:
         gpu_type=gpu_type,
         gres=other_gres(row.get("tres-per-node", "")),
         licenses=_licenses(row.get("Licenses", "")),
-        exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
-        exclusive_user=shared == "USER",
+        exclusive=(sharing := _sharing(row)) in ("NO", "NODE", "TOPO"),
+        exclusive_user=sharing == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),
         excluded_nodes=nodes(row.get("ExcNodes", "")),
         eligible_at=unix_time(row.get("EligibleTime", "")),
@@ -79,7 +79,7 @@ def job(row: Mapping[str, str]) -> JobInfo:
     )
 
 
-def _shared(row: Mapping[str, str]) -> str:
+def _sharing(row: Mapping[str, str]) -> str:
     """With whom the job shares nodes, in OverSubscribe's words: NO (nobody), USER, OK ...
 
     Since 26.05 OverSubscribe is NO for nearly every job, and Exclusive says what OverSubscribe said before.
@@ -107,13 +107,13 @@ def _job_memory_mb(row: Mapping[str, str], num_nodes: int) -> int:
 def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:
     """GPUs on each node and their type; "" if the job requests any type, or several types."""
     total, kinds = 0, set()
-    for field, times, over in (
+    for field, times, divisor in (
         ("tres-per-node", 1, 1),
         ("tres-per-job", 1, num_nodes),
         ("tres-per-task", count(row.get("NumTasks", "1")), num_nodes),
     ):
         requested = gpu_types(row.get(field, ""))
-        total = max(total, _each(sum(requested.values()) * times, over))
+        total = max(total, _each(sum(requested.values()) * times, divisor))
         kinds |= set(requested)
     return total, kinds.pop() if len(kinds) == 1 else ""
 
