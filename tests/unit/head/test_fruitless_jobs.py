@@ -1,4 +1,4 @@
-"""Harvest jobs that come to nothing: they end before an agent comes, or somebody cancels them."""
+"""Harvest jobs without a result: they end before an agent connects, or somebody cancels them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,7 +31,7 @@ CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=6400)
 
 
 class Holes(ScriptedSlurm):
-    """Jobs of ours die at once on some nodes."""
+    """A cluster on some of whose nodes our jobs end at once."""
 
     black: frozenset[str] = frozenset()
 
@@ -52,7 +52,7 @@ def site(tmp_path: Path) -> Site:
 
 
 async def poll(site: Site, nodes: Nodes) -> None:
-    """One poll; agents come from jobs that live, and their nodes train."""
+    """Poll once. Agents connect from jobs that live, and their nodes train."""
     await site.poll()
     turn = site.turn()
     for a in nodes.run.live_allocations():
@@ -73,7 +73,7 @@ def _holes(site: Site) -> Holes:
 
 @pytest.mark.parametrize("others_come", [True, False])
 async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site, others_come: bool) -> None:
-    """Up to 2,880 jobs a day died there, for the agents of other nodes had the head forget."""
+    """Up to 2,880 jobs a day ended on such a node, because agents on other nodes reset the count."""
     _holes(site).black = frozenset({"n13"})
     run = site.run(nodes=20)
     nodes = Nodes(run, CONTRACT_OF_MANY)
@@ -89,7 +89,7 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
 
 
 async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: Site) -> None:
-    """20 jobs died at once every 10 minutes, for ever."""
+    """Without the pause, 20 jobs ended at once every 10 minutes, for ever."""
     _holes(site).black = frozenset(f"n{i}" for i in range(1, 21))
     run, per_poll = site.run(nodes=20), []
     nodes = Nodes(run, CONTRACT_OF_MANY)
@@ -184,7 +184,7 @@ def test_only_those_of_a_day_count() -> None:
 
 
 async def cancel(site: Site, run: Run) -> str:
-    """Somebody cancels one that runs: Slurm warns its step, then it is over."""
+    """Somebody cancels a running job: Slurm warns its step, then the job is over."""
     victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
     (node,) = victim.nodes
     victim.agents.setdefault(node, Agent())
@@ -223,7 +223,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
 
 
 async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_drained_its_node(tmp_path: Path) -> None:
-    """An administrator who looks at a node may find a job of ours there that has just begun."""
+    """An administrator who looks at a node may find a job of ours that has just begun."""
     site = Site(tmp_path, ScriptedSlurm(6))
     run = site.run(nodes=1)
     nodes: list[str] = []

@@ -50,7 +50,9 @@ def test_priorities() -> None:
 
 
 def ask(answers: dict[str, str | FallowError]) -> tuple[OwnerView, list[str]]:
-    """What is found with these answers to commands that hold a word, and the words by which `assoc_mgr` was asked."""
+    """Return the view made from `answers` (word of a command -> its output), and the arguments of each `assoc_mgr`
+    query.
+    """
     asked: list[str] = []
 
     async def query(argv: list[str]) -> str:

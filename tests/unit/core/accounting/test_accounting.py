@@ -129,7 +129,7 @@ allocations = st.builds(
 
 @given(st.lists(allocations, max_size=5), times)
 def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -> None:
-    """Base + harvested + wasted = what Slurm allocated, whatever the head's clock said, day by day and in all."""
+    """Base + harvested + wasted = what Slurm allocated, for each day and in total, whatever the head's clock said."""
     sums: Tallies = {}
     for allocation in held:
         tally(sums, allocation, now)

@@ -1,5 +1,6 @@
-"""The node-hour budget (I10), against our own queue, a Slurm that answers late, loses answers and forgets jobs, and
-clocks that step."""
+"""The node-hour budget (I10), checked against a job queue of the test. Its Slurm answers late, loses answers and
+forgets jobs, and its clocks step.
+"""
 
 from dataclasses import dataclass
 from math import floor
@@ -30,7 +31,7 @@ def span(start: float, end: float | None = None, nodes: int = 1) -> Span:
 
 @dataclass
 class SlurmJob:
-    """The truth about a submission that Slurm took."""
+    """A job as it is in Slurm, whatever the head knows of it."""
 
     token: str
     job_id: str
@@ -41,7 +42,7 @@ class SlurmJob:
     forgotten: bool = False
 
     def claim(self) -> float:
-        """Node-seconds that it has held, or may yet hold."""
+        """Node-seconds that the job has held, or may yet hold."""
         if self.state not in ("PENDING", "RUNNING"):
             return 0.0 if self.start_at is None or self.end_at is None else self.end_at - self.start_at
         return self.limit_s
@@ -55,7 +56,7 @@ class SlurmJob:
 
 @dataclass
 class Call:
-    """An sbatch that has not ended."""
+    """A call of sbatch that has not ended."""
 
     allocation: Allocation
     job: SlurmJob
@@ -65,7 +66,7 @@ class Call:
 
 
 class NeverAboveTheBudget(RuleBasedStateMachine):
-    """Whatever happens in whatever order, what Slurm's jobs held and may still hold is within the budget."""
+    """In every order of events, the time that Slurm's jobs held and may still hold is within the budget."""
 
     @initialize(minutes=st.just(10) | st.integers(0, 40))
     def begin(self, minutes: int) -> None:
@@ -256,7 +257,7 @@ def test_a_poll_tells_what_was_held() -> None:
 
 
 def test_a_requeued_job_that_completes_has_held_its_node_since_it_started() -> None:
-    """squeue shows when it may start next, which moves with the clock (seen with 22.05)."""
+    """squeue shows the next possible start of such a job, which moves with the clock (seen with 22.05)."""
     mine, job = harvest(job_id="5"), SlurmJob("fallow-r-h1-x", "5", 900.0, "RUNNING", NOW)
     follow(mine, [job.info()], NOW + 30, {"n1": 8})
     job.state, job.start_at = "COMPLETING", NOW + 60

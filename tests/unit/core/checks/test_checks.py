@@ -1,4 +1,4 @@
-"""What is concluded from what was seen of a site, and of its nodes' GPUs and network."""
+"""Verdicts about a site, and about its nodes' GPUs and network."""
 
 from pathlib import Path
 from typing import Any

@@ -83,7 +83,7 @@ def fed(generation: int, step: int, shard: int, n: int = 4, total: int = 8) -> F
 
 
 def history() -> list[Record]:
-    """Steps 0-1 by generation 1, step 2 begun by 1 and done again by 2."""
+    """Steps 0 and 1 by generation 1; step 2 begun by generation 1 and repeated by generation 2."""
     return [
         Start(generation=1, first_step=0),
         *(fed(1, step, shard) for step in range(2) for shard in range(2)),
@@ -132,7 +132,9 @@ def test_an_unknown_pace_is_the_median_of_the_known() -> None:
 
 @given(st.integers(1, 60), st.lists(PACE | st.just(0.0), min_size=1, max_size=12), st.data())
 def test_small_noise_never_makes_it_flap(shards, paces, data) -> None:
-    """Speeds that stay the same, measured to within 1.5 %: it changes once at most, and not if it began so."""
+    """Constant speeds, measured to within 1.5 %: the division changes at most once after an even start, and never after
+    a measured one.
+    """
     even = data.draw(st.booleans())
     wobble = st.floats(0.985, 1.015)
     noisy = st.tuples(*[wobble for _ in paces]).map(
