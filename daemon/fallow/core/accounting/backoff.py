@@ -103,9 +103,9 @@ class Strikes(msgspec.Struct):
     until: float = 0.0
     tries: int = 1
     "requests that may wait after the backoff; twice as many each time that all of them start"
-    vacancies: int = 0
+    vacancies: int = msgspec.field(default=0, name="freed")
     "our ended jobs that no new job has replaced: as many requests may be submitted at once"
-    newest_vacancies: tuple[float, int] = (0.0, 0)
+    newest_vacancies: tuple[float, int] = msgspec.field(default=(0.0, 0), name="freed_now")
     "(Unix time, number) of our jobs that ended last"
 
     def add(self, now: float) -> None:
@@ -117,7 +117,7 @@ class Strikes(msgspec.Struct):
 class Backoff(msgspec.Struct):
     """Backoff of accounts, partitions, runs and time limits. All times are Unix times."""
 
-    strikes: dict[tuple[str, str, str], Strikes] = {}
+    strikes: dict[tuple[str, str, str], Strikes] = msgspec.field(default_factory=dict, name="alone")
     "(partition or empty, account, QOS), or `_of_run` -> failures"
     lengths: dict[tuple[str, str, str], tuple[int, float]] = {}
     "(partition, account, QOS) -> (minutes that do not start, time until which this counts)"

@@ -76,7 +76,7 @@ def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:
     assert checks.harvest_qos(plain, "idle") is None and checks.harvest_qos(by_qos, None) is None
     assert checks.harvest_qos(by_qos, "idle") == Check("harvest qos", Level.OK, "idle: others preempt its jobs")
     warned = checks.harvest_qos(by_qos, "calm")
-    assert warned is not None and warned.level is Level.WARN and "others preempt are: idle" in warned.fix
+    assert warned is not None and warned.level is Level.WARN and "idle" in warned.fix and "calm" not in warned.fix
 
 
 def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
@@ -103,7 +103,7 @@ def test_what_all_nodes_say_is_said_once_and_nodes_that_differ_are_named() -> No
         ("driver", Level.OK, "NVIDIA 580.1"),
         ("torch", Level.OK, "for CUDA 13.0"),
     }
-    other = node("n2", says={"driver": "NVIDIA 570.9", "variables": "FI_X=1"}, devices=[])
+    other = node("n2", findings={"driver": "NVIDIA 570.9", "variables": "FI_X=1"}, devices=[])
     found = judged(node("n1"), other, node("n3"))
     assert (found["GPUs"].level, found["driver"].level) == (Level.WARN, Level.WARN)
     assert found["driver"].text == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
