@@ -86,8 +86,7 @@ def harvest_script(text: str) -> str:
 
 
 def with_directives(text: str, names: Collection[str]) -> str:
-    """The batch script of a base job that the head submits again: the same line numbers, but only the
-    options in `names`.
+    """The batch script of a base job that the head submits again: same line numbers, but only the options `names`.
 
     The options of the new submission hold all others that are in force. From the script, sbatch would apply `--begin`,
     `--hold` and similar options once more.

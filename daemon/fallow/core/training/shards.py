@@ -22,8 +22,7 @@ GAIN = 0.06
 """Part of the step time that a new division must save. Paces that vary by 1.5 % then cause no change."""
 
 EVERY = 8
-"""Minimum steps between two divisions. A pace is a median over a few steps, all of which must use the current division.
-"""
+"""Minimum steps between two divisions. A pace is a median over a few steps, all under the current division."""
 
 
 class Layout(NamedTuple):
