@@ -186,8 +186,8 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
             if not number:
                 known.experience.started(5.0, 100.0, now)
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
-                known.backoff.too_long("cpu", 90, now)
-                known.backoff.too_long("cpu", 60, now, asker)
+                known.backoff.note_too_long("cpu", 90, now)
+                known.backoff.note_too_long("cpu", 60, now, asker)
     assert known.experience.start_s(now) == 100.0
     assert known.backoff.until(asker, "gpu") == known.backoff.until(asker, "cpu") == now + 60.0
     assert (known.backoff.longest(Asker(), "cpu", now), known.backoff.longest(asker, "cpu", now)) == (45, 30)

@@ -69,10 +69,10 @@ async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> 
 @pytest.mark.parametrize(
     ("how", "slurm", "reason"),
     [
-        ({}, "24.11.5", "pyslurm 25.11.2 is for its own version of Slurm, and the cluster runs Slurm 24.11"),
+        ({}, "24.11.5", "pyslurm 25.11.2 fits only its own version of Slurm, and the cluster runs Slurm 24.11"),
         ({"version": "24.11.0"}, "24.11.5", "pyslurm 24.11.0 is older than 25.11"),
-        ({"exit": 1}, "25.11.7", "fatal: Could not establish a configuration source; tried again in 5 s"),
-        ({"crash": 1}, "25.11.7", "(killed by SIGSEGV); tried again in 5 s"),
+        ({"exit": 1}, "25.11.7", "fatal: Could not establish a configuration source; next try in 5 s"),
+        ({"crash": 1}, "25.11.7", "(killed by SIGSEGV); next try in 5 s"),
     ],
 )
 async def test_the_commands_answer_where_pyslurm_cannot_be_had(
@@ -150,7 +150,7 @@ async def test_the_commands_answer_the_poll_of_a_pyslurm_that_does_not_begin(
     monkeypatch.setattr("fallow.slurm.pyslurm_client.BEGIN_S", 0.1)
     behave(stuck=1)
     assert await nodes(client) == ["from-scontrol"]
-    assert "did not begin within 0.1 s; tried again in 5 s" in client.backend
+    assert "did not begin within 0.1 s; next try in 5 s" in client.backend
     assert client.start_s >= 0.1, "slurmctld was not asked in this time"
     insisting = PyslurmClient(insist=True, query_timeout_s=2.0)
     with pytest.raises(SlurmUnavailable, match="no answer within 2 s"):

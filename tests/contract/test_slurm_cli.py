@@ -11,7 +11,7 @@ import pytest
 from fallow.cli.sbatch_call import look_up
 from fallow.core.neighbour.permission import nice_for
 from fallow.core.submission.prepare import plan
-from fallow.core.submission.sbatch import base_options, said_later
+from fallow.core.submission.sbatch import base_options, script_options
 from fallow.core.submission.sbatch_line import split
 from fallow.core.submission.script import parse_script, with_directives
 from fallow.model import JobRequest
@@ -93,7 +93,7 @@ async def test_what_a_later_component_alone_says_of_the_whole_job_is_its_own_whe
     client = CliClient(testbed.conf)
     text = "#!/bin/sh\n#SBATCH -N1 --hold\n#SBATCH hetjob\n#SBATCH '--chdir=/a b' --time=7 --mem=100\nx\n"
     made = plan(split(["job.sh"]), parse_script(text, "job.sh"), environ={}, cwd="/", umask=0o22, now=time.time())
-    later = said_later(made.spec)
+    later = script_options(made.spec)
     options = base_options(made.spec.sbatch_options, token="fallow-h", exported={}, by_script=later)
     request = JobRequest(token="fallow-h", options=options, script=with_directives(text, later), cwd=str(tmp_path))
     job_id = await client.submit(request)

@@ -44,7 +44,7 @@ def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
     try:
         training = rig.submit("--nodes=1:3")
         backoff = training.wait_for("it is left alone", lambda: training.events("backoff"))[0]
-        assert backoff.text.startswith("Slurm says ") and backoff.text.endswith("asked for in scavenge for 60 s")
+        assert backoff.text.startswith("Slurm says ") and backoff.text.endswith("no requests in scavenge for 60 s")
         training.wait_for("its requests are withdrawn", lambda: len(training.jobs_alive()) == 1)
         training.wait_steps(20)
         # By the head's clock: on a busy machine this may take longer than the minute.

@@ -292,7 +292,7 @@ def test_usage_adds_up_to_what_slurm_allocated_and_slurm_is_asked_once_an_interv
         assert total["jobs"] == len(training.jobs())
     # What an account would say is said in words where Slurm keeps none.
     owner = json.loads(short.command("fallow", "usage", "--json"))["owner"]
-    assert owner["notes"][0].startswith("the cluster keeps no accounts")
+    assert owner["notes"][0].startswith("the cluster has no accounting")
     assert owner["limits"] == []
     assert minutes.harvested.run in short.command("fallow", "usage")
 

@@ -55,7 +55,7 @@ def show(found: Iterable[Check]) -> None:
         level = f"{check.level.value:<5}"
         # Rich's tables keep to it by themselves.
         level = level if os.environ.get("NO_COLOR") else click.style(level, fg=STYLES[check.level])
-        click.echo(f"{level} {clean(check.name)}: {clean(check.found)}")
+        click.echo(f"{level} {clean(check.name)}: {clean(check.text)}")
         if check.fix:
             click.echo(f"      {clean(check.fix)}")
 

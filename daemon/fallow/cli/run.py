@@ -147,7 +147,7 @@ def end_job(reason: str, failed: bool = False) -> NoReturn:
     """End this job, as `failed` or as planned; nothing that follows in the script may run.
 
     The head takes a failed job for a node that swallows jobs, or a script that works nowhere
-    (`core.accounting.duds`). As planned,
+    (`core.accounting.launch_failures`). As planned,
     - a job that Slurm already ends is left to Slurm, whose own word says how it ended: scancel would cancel a requeued
       job, too;
     - a harvest job ends as COMPLETED: the shell around its script (`core.submission.script`) exits with 0;

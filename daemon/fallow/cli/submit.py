@@ -96,7 +96,7 @@ def _dry_run(line: CommandLine, as_json: bool) -> int:
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     """The submission, thought through, and the script's file (None: --wrap or standard input)."""
-    wrapped, folders = line.given("wrap"), line.given("chdir")
+    wrapped, folders = line.values_of("wrap"), line.values_of("chdir")
     source: Path | None = None
     if wrapped:
         if line.script is not None:
@@ -162,7 +162,7 @@ def submit_plan(made: Submission, source: Path | None) -> int:
 
     state = str(Paths.default().state)
     script = [str(source), *made.spec.args] if source is not None else []
-    if made.asked("test-only"):
+    if made.has_option("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
         _become(["sbatch", *made.options("test", variables), *script], variables)
     if shutil.which("sbatch") is None:
@@ -185,7 +185,7 @@ def submit_plan(made: Submission, source: Path | None) -> int:
         ["sbatch", "--parsable", *made.options(new.token, variables), *script],
         {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
         taken,
-        made.spec.script if source is None and not made.asked("wrap") else None,
+        made.spec.script if source is None and not made.has_option("wrap") else None,
     )
     if outcome.job is not None:
         return outcome.code
@@ -208,9 +208,9 @@ def submit_plan(made: Submission, source: Path | None) -> int:
 
 def _announce(made: Submission, line: str, run: str) -> None:
     job, _, cluster = line.partition(";")
-    if made.asked("parsable"):
+    if made.has_option("parsable"):
         click.echo(line)
-    elif not made.asked("quiet"):
+    elif not made.has_option("quiet"):
         click.echo(f"Submitted batch job {job}" + (f" on cluster {cluster}" if cluster else ""))
         say(f"run {run}; see: fallow status {run}")
     sys.stdout.flush()

@@ -30,7 +30,7 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
     """
     used = list(devices)
     driver, runtime, missing, links = _driver(root), _runtime(), _missing(root), _links(root)
-    says = {
+    findings = {
         "driver": driver or "none is loaded",
         "torch": f"for {runtime or 'processors only'}",
         "torch.compile": f"{' and '.join(missing)} missing" if missing else "finds a C compiler and Python.h",
@@ -40,7 +40,7 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
         "GPUDirect": _peer_memory(root) or "not seen (NCCL_DEBUG=INFO tells what is used)",
     }
     if variables := [f"{name}={value}" for name, value in sorted(os.environ.items()) if _VARIABLE.fullmatch(name)]:
-        says["variables"] = " ".join(variables)
+        findings["variables"] = " ".join(variables)
     fixes = {}
     if driver and not runtime:
         fixes["torch"] = "install a build of torch for these GPUs: https://pytorch.org/get-started"
@@ -50,7 +50,7 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
     # InfiniBand counts where a node has it, else the fastest interface.
     cards = [link.gbit_s for link in links if link.kind == "infiniband"]
     rate = sum(cards) or max((link.gbit_s for link in links), default=0.0)
-    return NodeFacts(node=node, devices=names, rate_gbit_s=rate, says=says, fixes=fixes)
+    return NodeFacts(node=node, devices=names, rate_gbit_s=rate, findings=findings, fixes=fixes)
 
 
 class Link(NamedTuple):

@@ -8,7 +8,7 @@ import tempfile
 
 import msgspec
 
-from fallow.core.checks.gpu_checks import Found, verdicts
+from fallow.core.checks.gpu_checks import AllocationFacts, verdicts
 from fallow.core.checks.site import Check
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, private_dir
@@ -37,7 +37,7 @@ def examine() -> list[Check]:
         done = subprocess.run(
             command, env=step_environment(os.environ), stdout=subprocess.PIPE, timeout=_DEADLINE_S, check=False
         )
-        return verdicts(msgspec.json.decode(done.stdout, type=Found), folded)
+        return verdicts(msgspec.json.decode(done.stdout, type=AllocationFacts), folded)
     except subprocess.TimeoutExpired:
         raise FallowError(
             f"the nodes did not answer within {_DEADLINE_S:g} s; see srun's output", Exit.TEMPFAIL

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts
+from fallow.core.checks.gpu_checks import AllocationFacts, AllReduceTiming, NodeFacts
 from fallow.model import FallowError
 from fallow.nodecheck.__main__ import MEETING_S, FolderGathers
 from fallow.nodecheck.facts import look_around
@@ -40,7 +40,7 @@ def work(folder: Path, measured_s: float, node: str, rank: int, size: int) -> No
         group = build_group(0, rank, size, store, _address(), MEETING_S, device=device)
         facts = msgspec.json.encode(look_around(node, [device]))
         told = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
-        found = Found(_by_node(told), _measure(group, device, measured_s))
+        found = AllocationFacts(_by_node(told), _measure(group, device, measured_s))
     except (FallowError, Interrupted, RuntimeError) as error:
         sys.exit(f"{node}: {error}")
     if rank == 0:
@@ -73,7 +73,7 @@ def _by_node(told: list[NodeFacts]) -> list[NodeFacts]:
     return list(nodes.values())
 
 
-def _measure(group: Group, device: torch.device, measured_s: float) -> Measured | None:
+def _measure(group: Group, device: torch.device, measured_s: float) -> AllReduceTiming | None:
     """All-reduces for a while; the fastest batch counts, since other traffic only ever slows one down."""
     if group.size == 1:
         return None
@@ -91,4 +91,4 @@ def _measure(group: Group, device: torch.device, measured_s: float) -> Measured 
         over = group.gather(bytes([time.monotonic() - began >= measured_s]))[0]
         if over[0]:
             slowest = max(float(text) for text in group.gather(repr(best).encode()))
-            return Measured(ranks=group.size, size_bytes=size, seconds=slowest)
+            return AllReduceTiming(ranks=group.size, size_bytes=size, seconds=slowest)

@@ -1,1 +1,1 @@
-"""What Fallow asks of Slurm: the protocol (`client`), the command line (`cli`) and pyslurm in a process of its own."""
+"""Clients of Slurm: their protocol (`client`), Slurm's commands (`cli`), and pyslurm in a separate process."""

@@ -1,8 +1,8 @@
-"""Slurm through its commands: works with every version and needs nothing but a working `squeue`.
+"""Slurm through its commands. They work with every version, and need only a working `squeue`.
 
-One poll is two processes: `scontrol`, which reads three `show` commands from its standard input, and `squeue`.
-On 22.05 and 25.11 that is six requests at slurmctld, two of them answered with "no change" (measured with sdiag).
-Commands and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in Slurm's slurm_errno.c.
+One poll runs two processes: `scontrol`, which reads three `show` commands from its standard input, and `squeue`. On
+22.05 and 25.11 that is six requests at slurmctld, two of them answered with "no change" (measured with sdiag). Commands
+and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in Slurm's slurm_errno.c.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from fallow.slurm.owner import owner
-from fallow.slurm.process import NO_FOLDER, Done, job_environment, query_environment, run
+from fallow.slurm.process import NO_FOLDER, CommandResult, job_environment, query_environment, run
 from fallow.slurm.state import cluster_state, on_our_clock, user_name
 
 QUERY_TIMEOUT_S = 30.0
@@ -30,7 +30,7 @@ SUBMIT_TIMEOUT_S = 60.0
 POLL_REQUESTS = 6
 "As sdiag of 22.05 counts a poll: nodes, partitions (three times), jobs, reservations. pyslurm sends as many."
 ACCOUNTING_TIMEOUT_S = 5.0
-"Polls wait for this answer, and slurmdbd may be away while slurmctld is well."
+"Polls wait for this answer. slurmdbd may be unavailable while slurmctld works."
 
 _SHOW = "show node\nshow partition\nshow reservation\n"
 # A site may have these commands show all clusters of its federation (FederationParameters=fed_display).
@@ -44,8 +44,8 @@ class CliClient:
     """`SlurmClient` over Slurm's commands.
 
     Args:
-        conf: the slurm.conf to use; None: what the environment says.
-        why: why the commands and nothing else, for `backend`.
+        conf: the slurm.conf to use; None: as the environment says.
+        why: reason for using the commands, shown in `backend`.
     """
 
     poll_requests = POLL_REQUESTS
@@ -64,9 +64,9 @@ class CliClient:
         self._query_timeout_s = query_timeout_s
         self._submit_timeout_s = submit_timeout_s
         self.clock_offset_s = 0.0
-        "what slurmctld's clock is ahead of ours"
+        "seconds by which slurmctld's clock is ahead of ours"
         self._qos: str | None = None
-        "what the accounting said last of who preempts whom"
+        "the accounting's last answer about which QOS preempt which"
 
     async def config(self) -> ClusterConfig:
         asked_at = steady()
@@ -76,7 +76,7 @@ class CliClient:
             qos, unknown = await self._ask_qos(config)
             config = msgspec.structs.replace(parse.with_qos(config, qos), qos_unknown=unknown)
         offset = 0.0 if as_of is None else as_of - asked_at - half_s
-        # It may have been answered at any time since it was asked, by a slurmctld that is busy.
+        # A busy slurmctld may have answered at any time since the question.
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S + half_s else 0.0
         return config
 
@@ -87,23 +87,23 @@ class CliClient:
             self._query([*_SQUEUE, "-O", parse.job_format(nonce)]),
             return_exceptions=True,  # both have ended before either's error is raised
         )
-        cluster, queue = (_answer(answer) for answer in answers)
+        cluster, queue = (_unwrap(answer) for answer in answers)
         at = steady()
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
         return await asyncio.to_thread(self._state, at, cluster, queue, nonce)
 
     async def submit(self, request: JobRequest) -> str:
-        done = await self._sbatch(request, ["--parsable"])
-        if done.code == 0:
-            if job_id := parse.submitted_id(done.stdout):
+        result = await self._sbatch(request, ["--parsable"])
+        if result.code == 0:
+            if job_id := parse.submitted_id(result.stdout):
                 return job_id
-            raise SubmitUnknown(request.token, f"sbatch printed no job id: {done.stdout[-200:]!r}")
-        is_refused = done.code is not None and done.code > 0 and parse.is_refusal(done.stderr)
-        raise (SubmitRejected if is_refused else SubmitUnknown)(request.token, parse.complaint(done.stderr))
+            raise SubmitUnknown(request.token, f"sbatch printed no job id: {result.stdout[-200:]!r}")
+        is_refused = result.code is not None and result.code > 0 and parse.is_refusal(result.stderr)
+        raise (SubmitRejected if is_refused else SubmitUnknown)(request.token, parse.complaint(result.stderr))
 
     async def own_jobs(self) -> list[JobInfo]:
-        """The user's own jobs in all states that Slurm remembers; times are slurmctld's."""
-        # One user is a filter at slurmctld (but not where that user is root).
+        """The user's own jobs in all states that Slurm remembers. Their times are on slurmctld's clock."""
+        # slurmctld filters by user (but not if the user is root).
         nonce = secrets.token_hex(4)
         text = await self._query([*_SQUEUE, f"--user={os.getuid()}", "-O", parse.job_format(nonce)])
         return parse.jobs(text, nonce)
@@ -113,22 +113,22 @@ class CliClient:
             return
         for text in job_ids:
             if not _JOB_ID.fullmatch(text):
-                raise FallowError(f"{text!r} is no job id; give the number that sbatch printed", Exit.USAGE)
-        done = await self._start(["scancel", "--quiet", *job_ids])
-        # Jobs that have ended are errors of scancel's too; one that is over is what was asked for.
-        if done.code != 0 and not re.search(r"invalid job id|already complet", done.stderr, re.IGNORECASE):
-            raise SlurmUnavailable(_failure(["scancel"], done))
+                raise FallowError(f"{text!r} is not a job id; give the number that sbatch printed", Exit.USAGE)
+        result = await self._start(["scancel", "--quiet", *job_ids])
+        # scancel also fails for a job that has ended, which is what the caller wants.
+        if result.code != 0 and not re.search(r"invalid job id|already complet", result.stderr, re.IGNORECASE):
+            raise SlurmUnavailable(_failure(["scancel"], result))
 
     async def owner(self) -> OwnerView:
         return await owner(self._query, user_name(os.getuid()), steady())
 
     async def test_only(self, request: JobRequest) -> str:
-        done = await self._sbatch(request, ["--test-only"])
-        if done.code == 0:
-            return parse.complaint(done.stderr)
-        if done.code is not None and parse.is_refusal(done.stderr):
-            raise SubmitRejected(request.token, parse.complaint(done.stderr))
-        raise SlurmUnavailable(_failure(["sbatch", "--test-only"], done))
+        result = await self._sbatch(request, ["--test-only"])
+        if result.code == 0:
+            return parse.complaint(result.stderr)
+        if result.code is not None and parse.is_refusal(result.stderr):
+            raise SubmitRejected(request.token, parse.complaint(result.stderr))
+        raise SlurmUnavailable(_failure(["sbatch", "--test-only"], result))
 
     def _state(self, at: float, cluster: str, queue: str, nonce: str) -> ClusterState:
         nodes, partitions, reservations = parse.cluster(cluster)
@@ -139,9 +139,11 @@ class CliClient:
         return on_our_clock(state, at, self.clock_offset_s)
 
     async def _ask_qos(self, config: ClusterConfig) -> tuple[str, bool]:
-        """What the accounting says of who preempts whom, now or when it was there last; empty where there is none.
+        """Ask the accounting which QOS preempt which, or use its last answer.
 
-        And: whether that is not known, because it has not answered yet.
+        Returns:
+            The text, empty without accounting; and True if the accounting has not answered yet, so that nothing is
+                known.
         """
         timeout_s = min(ACCOUNTING_TIMEOUT_S, self._query_timeout_s)
         try:
@@ -157,46 +159,46 @@ class CliClient:
 
     async def _show(self) -> str:
         argv = ["scontrol", "-o", "-d", "-a", "--local"]
-        done = await self._start(argv, _SHOW)
+        result = await self._start(argv, _SHOW)
         # A site may hide its reservations (PrivateData); the rest of the answer is good.
-        hidden = done.code is not None and re.search(r"slurm_load_reservations.*denied", done.stderr)
-        if done.code != 0 and not (hidden and done.stderr.count("error") == 1):
-            raise SlurmUnavailable(_failure(argv, done))
-        return done.stdout
+        hidden = result.code is not None and re.search(r"slurm_load_reservations.*denied", result.stderr)
+        if result.code != 0 and not (hidden and result.stderr.count("error") == 1):
+            raise SlurmUnavailable(_failure(argv, result))
+        return result.stdout
 
     async def _query(self, argv: list[str], timeout_s: float | None = None) -> str:
-        done = await self._start(argv, timeout_s=timeout_s)
-        if done.code != 0:
-            raise SlurmUnavailable(_failure(argv, done))
-        return done.stdout
+        result = await self._start(argv, timeout_s=timeout_s)
+        if result.code != 0:
+            raise SlurmUnavailable(_failure(argv, result))
+        return result.stdout
 
-    async def _start(self, argv: list[str], stdin: str = "", timeout_s: float | None = None) -> Done:
+    async def _start(self, argv: list[str], stdin: str = "", timeout_s: float | None = None) -> CommandResult:
         limit_s = self._query_timeout_s if timeout_s is None else timeout_s
-        with _started(argv[0]):
+        with _start_errors(argv[0]):
             return await run(argv, environment=query_environment(self.conf), timeout_s=limit_s, stdin=stdin)
 
-    async def _sbatch(self, request: JobRequest, options: list[str]) -> Done:
+    async def _sbatch(self, request: JobRequest, options: list[str]) -> CommandResult:
         # The token first: for a heterogeneous job (`A : B`) the first component's name reaches all of them.
-        kept = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
+        user_options = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
         script = _script_file(request.script.encode(errors="surrogateescape"))
-        argv = ["sbatch", *options, f"--job-name={request.token}", *kept, str(script), *request.args]
+        argv = ["sbatch", *options, f"--job-name={request.token}", *user_options, str(script), *request.args]
         environment, cwd = job_environment(request.environment, self.conf), Path(request.cwd)
         try:
-            with _started("sbatch"):
-                done = await run(
+            with _start_errors("sbatch"):
+                result = await run(
                     argv, environment=environment, timeout_s=self._submit_timeout_s, cwd=cwd, umask=request.umask
                 )
         finally:
-            # One that somebody has cleaned away is gone, and says nothing about the job.
+            # Somebody may have removed the file; that says nothing about the job.
             with contextlib.suppress(OSError):
                 script.unlink()
-        if done.code == NO_FOLDER:
-            raise SubmitRejected(request.token, f"its working folder: {parse.complaint(done.stderr)}")
-        return done
+        if result.code == NO_FOLDER:
+            raise SubmitRejected(request.token, f"its working folder: {parse.complaint(result.stderr)}")
+        return result
 
 
 @contextlib.contextmanager
-def _started(command: str) -> Iterator[None]:
+def _start_errors(command: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -205,10 +207,11 @@ def _started(command: str) -> Iterator[None]:
 
 
 def _script_file(text: bytes) -> Path:
-    """A batch script in a file that only we can read. A file and not standard input: only it can be given arguments.
+    """Write a batch script to a file that only this user can read. sbatch accepts arguments only for a file, not for
+    standard input.
 
     Raises:
-        SlurmUnavailable: it cannot be written; nothing was submitted.
+        SlurmUnavailable: the file cannot be written; nothing was submitted.
     """
     try:
         fd, name = tempfile.mkstemp(prefix="fallow-", suffix=".sh")
@@ -222,18 +225,18 @@ def _script_file(text: bytes) -> Path:
         # gettempdir() itself raises where no folder can be written to.
         folder = Path(error.filename).parent if error.filename else tempfile.tempdir or "the temporary folder"
         raise SlurmUnavailable(
-            f"sbatch: its script cannot be written to {folder} ({error.strerror or error}); "
+            f"sbatch: cannot write its script to {folder} ({error.strerror or error}); "
             "make room there, or start the head with TMPDIR set to another folder"
         ) from error
     return Path(name)
 
 
-def _answer(result: str | BaseException) -> str:
+def _unwrap(result: str | BaseException) -> str:
     if isinstance(result, BaseException):
         raise result
     return result
 
 
-def _failure(argv: list[str], done: Done) -> str:
-    what = " ".join(argv[:3]) if argv[0] == "scontrol" and argv[1] == "show" else argv[0]
-    return f"{what}: {parse.complaint(done.stderr)}; check slurmctld with `scontrol ping`"
+def _failure(argv: list[str], result: CommandResult) -> str:
+    command = " ".join(argv[:3]) if argv[0] == "scontrol" and argv[1] == "show" else argv[0]
+    return f"{command}: {parse.complaint(result.stderr)}; check slurmctld with `scontrol ping`"

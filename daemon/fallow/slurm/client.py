@@ -1,4 +1,4 @@
-"""What the head asks of Slurm, whoever answers: commands (`cli`) or pyslurm (`pyslurm_client`)."""
+"""The interface of the head to Slurm. Commands (`cli`) and pyslurm (`pyslurm_client`) implement it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,20 +14,20 @@ class SlurmUnavailable(FallowError):
 
 
 class SubmitRejected(FallowError):
-    """Slurm said no: there is no such job. `reason` is what it said."""
+    """Slurm refused the job, so the job does not exist. `reason` is Slurm's message."""
 
     def __init__(self, token: str, reason: str) -> None:
-        super().__init__(f"job {token}: Slurm refused it ({reason}); change the options or ask the site", Exit.DATA)
+        super().__init__(f"job {token}: Slurm refused it ({reason}); change its options or ask the site", Exit.DATA)
         self.token = token
         self.reason = reason
 
 
 class SubmitUnknown(FallowError):
-    """The job may exist: a later poll shows it by its name. Never simply submit again."""
+    """The job may exist: a later poll shows it by its name. Never submit it again without having looked."""
 
     def __init__(self, token: str, reason: str) -> None:
         super().__init__(
-            f"job {token}: not known whether Slurm took it ({reason}); look for it by its name before asking again",
+            f"job {token}: not known whether Slurm accepted it ({reason}); look for its name before you submit again",
             Exit.TEMPFAIL,
         )
         self.token = token
@@ -35,46 +35,48 @@ class SubmitUnknown(FallowError):
 
 
 class SlurmClient(Protocol):
-    """Slurm for one user. Every call ends within a bounded time; all may be used at once."""
+    """Slurm for one user. Every call ends within a bounded time, and calls may run at the same time."""
 
     poll_requests: int
-    "requests to slurmctld that a `poll` takes"
+    "number of requests to slurmctld in one `poll`"
     start_s: float
-    "seconds of the last poll in which slurmctld was not asked: a program was started"
+    "seconds that the last poll spent on starting a program, before it asked slurmctld"
 
     @property
     def backend(self) -> str:
-        """What answers, and why that, in words."""
+        """What answers and why, in words."""
         ...
 
     async def config(self) -> ClusterConfig:
-        """What rarely changes. Call it first: it also learns the offset to slurmctld's clock, which is taken off all
-        times that `poll` returns."""
+        """Settings that rarely change.
+
+        Call it first: it also measures the offset of slurmctld's clock, which `poll` subtracts from all times.
+        """
         ...
 
     async def poll(self) -> ClusterState:
         """Nodes, partitions, reservations and jobs in one batch.
 
-        Jobs: everybody's that have not ended (as far as Slurm shows them), and our own ended ones that carry a token,
-        as long as Slurm remembers them (MinJobAge, 300 s by default).
-        No node of a running job is IDLE; a node may look taken for one poll longer than its job.
+        Jobs: all users' jobs that have not ended (as far as Slurm shows them), and our own ended jobs that carry a
+        token, as long as Slurm remembers them (MinJobAge, 300 s by default). No node of a running job is IDLE. A node
+        may look allocated for one poll longer than its job.
         """
         ...
 
     async def submit(self, request: JobRequest) -> str:
-        """Submit and return the job id (the leader's of a heterogeneous job).
+        """Submit a job and return its id (the leader's of a heterogeneous job).
 
         The job's name is `request.token`, whatever the options say. Raises `SubmitRejected`, `SubmitUnknown`, or
-        `SlurmUnavailable` when nothing was sent at all.
+        `SlurmUnavailable` if nothing was sent at all.
         """
         ...
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs. Jobs that have ended do not matter."""
+        """Cancel jobs. Jobs that have ended are ignored."""
         ...
 
     async def owner(self) -> OwnerView:
-        """What Slurm's accounting says about this user: limits, fair share, priorities. Some requests: rarely."""
+        """This user's limits, fair share and priorities from Slurm. Takes several requests: call it rarely."""
         ...
 
     async def test_only(self, request: JobRequest) -> str:

@@ -1,7 +1,7 @@
-"""Keeps what we ask of slurmctld within bounds, whichever client asks it.
+"""Rate limits for requests to slurmctld, for every client.
 
-Queries and submissions have a token bucket each. A slurmctld that is slow, or that limits our rate (`rl_enable`:
-Slurm's commands then wait and try again by themselves, until they give up), is asked less. The configuration is kept.
+Queries and submissions have a token bucket each. The rate falls if slurmctld is slow, or limits our rate (`rl_enable`:
+Slurm's commands then wait and retry by themselves, until they give up). The configuration is cached.
 """
 
 import asyncio
@@ -18,33 +18,33 @@ T = TypeVar("T")
 
 CONFIG_S = 3600.0
 UNKNOWN_S = 60.0
-"""The configuration is asked for again so soon where a part of it did not come."""
+"""Seconds for which a configuration with a missing part is cached."""
 
 STEP_S = 1.0
-"""When our clock has moved so far by itself, the configuration is asked for again: with it comes slurmctld's clock."""
+"""After a step of our clock by so many seconds, the configuration is asked for again: it carries slurmctld's clock."""
 
 BURST_S = 20.0
-"""A bucket holds as much as it gets in this time."""
+"""A bucket holds the tokens of so many seconds."""
 
 BUSY = 0.25
-"""slurmctld may be busy with our queries for at most this part of the time."""
+"""Maximum part of the time that our queries may keep slurmctld busy."""
 
 STRAINED_S = 300.0
-"""For so long only half as much is asked after slurmctld has said that it was too much."""
+"""Seconds for which the rate is halved after slurmctld has reported too many requests."""
 
 TEST_COST = 5.0
-"""A will-run request takes slurmctld's locks for writing; it counts as so many queries."""
+"""Number of queries that a will-run request counts as: it takes slurmctld's locks for writing."""
 
 OWNER_COST = 5.0
-"""Requests of `SlurmClient.owner`, with three levels of accounts."""
+"""Number of requests of `SlurmClient.owner`, with three levels of accounts."""
 
 
 class Bucket:
-    """Tokens that come at a rate and are kept up to a number.
+    """A token bucket: tokens arrive at a rate, up to a maximum.
 
     Args:
-        per_min: tokens in a minute.
-        clock: seconds.
+        per_min: tokens per minute.
+        clock: returns seconds.
     """
 
     def __init__(self, per_min: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +55,7 @@ class Bucket:
         self._strained_until = float("-inf")
 
     def take(self, cost: float = 1.0) -> float:
-        """Take tokens, those that are still to come too; returns the seconds to wait before using them."""
+        """Take tokens, also future ones. Returns the seconds to wait before using them."""
         now = self._clock()
         rate = self._rate / 2 if now < self._strained_until else self._rate
         self._tokens = min(self._size, self._tokens + (now - self._at) * rate)
@@ -64,18 +64,18 @@ class Bucket:
         return max(0.0, -self._tokens / rate)
 
     def spend(self, cost: float) -> None:
-        """Take tokens for what cannot wait, as far as there are any: nothing after it waits for longer than for one."""
+        """Take available tokens for a request that cannot wait. The request after it waits for its own tokens only."""
         self.take(0.0)
         self._tokens = min(self._tokens, max(0.0, self._tokens - cost))
 
     def strain(self) -> None:
-        """It was too much: nothing is left, and for some time less comes."""
+        """Drop all tokens and halve the rate for a while: slurmctld has reported too many requests."""
         self._tokens = min(self._tokens, 0.0)
         self._strained_until = self._clock() + STRAINED_S
 
 
 class PacedClient:
-    """What a `SlurmClient` does, at the pace that slurmctld can take."""
+    """A `SlurmClient` that calls another one at the rate that slurmctld can serve."""
 
     def __init__(
         self,
@@ -98,44 +98,44 @@ class PacedClient:
 
     @property
     def backend(self) -> str:
-        """Who answers."""
+        """What answers, and why."""
         return self._slurm.backend
 
     @property
     def least_interval_s(self) -> float:
-        """Polls should not begin sooner than this after each other: a slow slurmctld is asked less often."""
+        """Minimum seconds between the beginnings of two polls: a slow slurmctld is asked less often."""
         return median(self._took) / BUSY if self._took else 0.0
 
     async def config(self) -> ClusterConfig:
         now, wall = self._clock(), self._wall()
         if self._config is not None:
-            at, wall_at, known = self._config
-            keep_s = UNKNOWN_S if known.qos_unknown else CONFIG_S
+            at, wall_at, config = self._config
+            keep_s = UNKNOWN_S if config.qos_unknown else CONFIG_S
             if now - at < keep_s and abs((wall - wall_at) - (now - at)) < STEP_S:
-                return known
+                return config
         await self._wait(self._queries)
-        # The times from before the question: a step in between shows at the next one.
-        found = await self._watch(self._slurm.config())
-        self._config = now, wall, found
-        return found
+        # The times from before the question: a clock step during the call shows at the next call.
+        config = await self._watch(self._slurm.config())
+        self._config = now, wall, config
+        return config
 
     async def poll(self) -> ClusterState:
         await self._wait(self._queries, self._slurm.poll_requests)
         began = self._clock()
-        found = await self._watch(self._slurm.poll())
-        # How long no answer took says nothing about slurmctld's load once it is back.
+        state = await self._watch(self._slurm.poll())
+        # A failed poll is not counted: its time says nothing about the load of a slurmctld that answers again.
         self._took.append(max(0.0, self._clock() - began - self._slurm.start_s))
-        return found
+        return state
 
     async def may_submit(self) -> None:
-        """Wait for the turn of the next `submit`, which does not wait itself: what to submit is chosen then."""
+        """Wait for the turn of the next `submit`, which itself does not wait: the caller then chooses a job."""
         await self._wait(self._submits)
 
     async def submit(self, request: JobRequest) -> str:
         return await self._watch(self._slurm.submit(request))
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
-        # Never held up: somebody may be waiting for the node. But what asks next is.
+        # Never delayed: somebody may be waiting for the node. The next queries wait instead.
         self._queries.spend(len(job_ids))
         await self._watch(self._slurm.cancel(job_ids))
 

@@ -1,4 +1,4 @@
-"""Run one of Slurm's commands: argument list, clean environment, and an end within a deadline."""
+"""Run one of Slurm's commands: argument list, clean environment, and a deadline."""
 
 import asyncio
 import contextlib
@@ -16,15 +16,15 @@ from fallow.core.checks.devices import VARIABLES
 _FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI")
 
 NO_FOLDER = 125
-"Exit code of env(1) where it cannot do what it is asked to."
+"Exit code of env(1) if env itself fails."
 
 NOT_BEGUN = 126
-"Exit code of shells for a command that cannot be run; here for one that did not begin in time."
+"Exit code of shells for a command that cannot be run; here for a command that did not begin in time."
 
 
 @dataclass(frozen=True)
-class Done:
-    """How a command ended. `code` is None when it was killed at the deadline."""
+class CommandResult:
+    """How a command ended. `code` is None if the command was killed at the deadline."""
 
     code: int | None
     stdout: str
@@ -32,7 +32,7 @@ class Done:
 
 
 def job_environment(captured: Mapping[str, str], conf: str | None) -> dict[str, str]:
-    """Environment that a job starts from: what was captured, less what belongs to another job.
+    """Environment that a job starts from: the captured one, without the variables of another job.
 
     A leaking SLURM_NTASKS or SLURM_MEM_PER_NODE makes the job's own srun fail.
     """
@@ -45,8 +45,8 @@ def job_environment(captured: Mapping[str, str], conf: str | None) -> dict[str, 
 def query_environment(conf: str | None) -> dict[str, str]:
     """Environment for commands whose output we read: no locale, times as Unix seconds.
 
-    TZ as well: should a version not honour SLURM_TIME_FORMAT, its ISO times are in UTC, and unambiguous when
-    clocks are put back.
+    TZ is for a version that ignores SLURM_TIME_FORMAT: its ISO times are then in UTC, and unambiguous when clocks are
+    set back.
     """
     return job_environment(os.environ, conf) | {"LC_ALL": "C", "TZ": "UTC", "SLURM_TIME_FORMAT": "%s"}
 
@@ -60,19 +60,25 @@ async def run(
     cwd: Path | None = None,
     umask: int = -1,
     begin_s: float | None = None,
-) -> Done:
-    """Run a command to its end or kill it, with all its children, at the deadline or when we are cancelled.
+) -> CommandResult:
+    """Run a command to its end, or kill it with all its children at the deadline or when this task is cancelled.
 
-    `OSError` passes through when the command cannot be started. Its code is `NO_FOLDER` where `cwd` cannot be entered,
-    and `NOT_BEGUN` where it had to write a line, which is thrown away, within `begin_s` and has not.
+    Args:
+        begin_s: seconds within which the command must write a line, which is discarded; None: no such line.
+
+    Returns:
+        The result. Its code is `NO_FOLDER` if `cwd` cannot be entered, and `NOT_BEGUN` if the first line is late.
+
+    Raises:
+        OSError: the command cannot be started.
     """
-    # Found on *our* PATH: a job's captured one is for the job, and exec would search that.
+    # Search *our* PATH: exec would search the PATH that was captured for the job.
     command = shutil.which(argv[0])
     if command is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     process = await asyncio.create_subprocess_exec(
-        # Not entered by our own child: we wait until that one runs its program, and a user's file system may hang. Nor
-        # by a shell, which may drop the functions among the variables.
+        # env(1) enters the folder. Our own child must not: we wait until it runs its program, and a user's file system
+        # may hang. A shell may drop the functions among the variables.
         *([] if cwd is None else ["/usr/bin/env", f"--chdir={cwd}"]),
         command,
         *argv[1:],
@@ -86,20 +92,20 @@ async def run(
     try:
         async with asyncio.timeout(timeout_s):
             if begin_s is not None and not await _begins(process, begin_s):
-                return Done(NOT_BEGUN, "", f"it did not begin within {begin_s:g} s")
+                return CommandResult(NOT_BEGUN, "", f"it did not begin within {begin_s:g} s")
             output, errors = await process.communicate(stdin.encode())
     except TimeoutError:
-        return Done(None, "", f"no answer within {timeout_s:g} s")
+        return CommandResult(None, "", f"no answer within {timeout_s:g} s")
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    return Done(process.returncode, output.decode(errors="replace"), errors.decode(errors="replace"))
+    return CommandResult(process.returncode, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
 async def _begins(process: asyncio.subprocess.Process, within_s: float) -> bool:
-    """Take a process's first line; False: it has written none in time, and has not ended."""
+    """Read the first line of a process. False: it has written none in time, and has not ended."""
     assert process.stdout is not None
     try:
         await asyncio.wait_for(process.stdout.readline(), within_s)

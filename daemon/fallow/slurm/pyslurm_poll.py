@@ -1,13 +1,14 @@
-"""One poll through pyslurm, in a process of its own: `python -m fallow.slurm.pyslurm_poll SLURM FALLOW` (versions).
+"""One poll through pyslurm in a separate process: `python -m fallow.slurm.pyslurm_poll SLURM FALLOW` (versions).
 
-A process of its own, because pyslurm keeps the GIL in every call, for 20 s and more when slurmctld hangs, because
-libslurm ends the process at import when it finds no usable slurm.conf, and because pyslurm is said to leak (PySlurm
-issue 60). The answer is one JSON value on standard output; what pyslurm prints goes to standard error, as does the
-reason of an exit code other than 0.
+Why a separate process: pyslurm keeps the GIL in every call, for 20 s and more if slurmctld hangs. libslurm ends the
+process at import if it finds no usable slurm.conf. pyslurm is said to leak (PySlurm issue 60).
 
-pyslurm's objects are turned into the words that squeue and scontrol print, so that `parse` alone says what they mean.
-Tried on pyslurm 25.11.2. Only attributes that are needed are touched: several others raise (PySlurm issues 312, 341).
-The objects are Cython's and may be absent here, so they are `Any`.
+The answer is one JSON value on standard output. What pyslurm prints, and the reason of an exit code other than 0, go to
+standard error.
+
+pyslurm's objects are turned into the words that squeue and scontrol print, so that only `parse` interprets them. Tried
+on pyslurm 25.11.2. Only attributes that are needed are read: several others raise (PySlurm issues 312, 341). The
+objects are Cython's and may be absent here, so they are `Any`.
 """
 
 import os
@@ -42,14 +43,14 @@ _RESERVATION_FLAGS = {
 
 
 class Polled(msgspec.Struct, frozen=True):
-    """The answer."""
+    """The answer of this program."""
 
     version: str
-    "of pyslurm"
+    "version of pyslurm"
     took_s: float
-    "slurmctld and pyslurm; starting Python may take longer"
+    "seconds of slurmctld and pyslurm; starting Python may take longer"
     state: ClusterState
-    "`at` is 0: the asker knows slurmctld's clock"
+    "`at` is 0: the caller knows slurmctld's clock"
 
 
 def main(slurm: str, fallow: str) -> int:
@@ -57,10 +58,10 @@ def main(slurm: str, fallow: str) -> int:
 
     Args:
         slurm: version of the cluster's Slurm.
-        fallow: version of the asker. While Fallow is upgraded, an older head may start a newer program.
+        fallow: version of the caller. While Fallow is upgraded, an older head may start a newer program.
 
     Returns:
-        0; CONFIG: this pyslurm cannot be used with that Slurm; UNAVAILABLE: slurmctld did not answer, or said no.
+        0; CONFIG: this pyslurm does not fit that Slurm; UNAVAILABLE: slurmctld did not answer, or refused.
     """
     if fallow != __version__:
         sys.exit(f"Fallow {__version__} is installed, and {fallow} runs here; restart the head")
@@ -68,10 +69,10 @@ def main(slurm: str, fallow: str) -> int:
     os.dup2(2, 1)
     import pyslurm
 
-    if unsuited := _unsuited(pyslurm.__version__, slurm):
-        sys.stderr.write(unsuited)
+    if mismatch := _mismatch(pyslurm.__version__, slurm):
+        sys.stderr.write(mismatch)
         return Exit.CONFIG
-    # The asker waits for slurmctld from now on, and no longer for us to begin.
+    # From now on the caller waits for slurmctld, and no longer for our beginning.
     answer.write(b"\n")
     answer.flush()
     began = time.monotonic()
@@ -85,20 +86,22 @@ def main(slurm: str, fallow: str) -> int:
     return Exit.OK
 
 
-def _unsuited(version: str, cluster: str) -> str:
-    """Why this pyslurm cannot be used with Slurm of that version; empty: it can."""
-    own, its = slurm_release(version), slurm_release(cluster)
-    if own < OLDEST:
+def _mismatch(version: str, cluster: str) -> str:
+    """Why this pyslurm does not fit Slurm of that version; empty: it fits."""
+    pyslurm_release, cluster_release = slurm_release(version), slurm_release(cluster)
+    if pyslurm_release < OLDEST:
         return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
-    if own != its:
-        wanted = f"Slurm {its[0]}.{its[1]:02}" if its else "an unknown version of Slurm"
-        return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {wanted}"
+    if pyslurm_release != cluster_release:
+        cluster_version = (
+            f"Slurm {cluster_release[0]}.{cluster_release[1]:02}" if cluster_release else "an unknown version of Slurm"
+        )
+        return f"pyslurm {version} fits only its own version of Slurm, and the cluster runs {cluster_version}"
     return ""
 
 
 def poll(pyslurm: Any) -> ClusterState:
-    """Everything that `SlurmClient.poll` promises, but the time."""
-    # Nodes first: a job that ends in between leaves its node taken for one poll longer, never idle too early.
+    """Everything that `SlurmClient.poll` promises, except the time."""
+    # Nodes first: if a job ends in between, its node looks allocated for one poll longer, and never idle too early.
     nodes = list(pyslurm.Nodes.load().values())
     partitions = list(pyslurm.Partitions.load().values())
     try:
@@ -108,146 +111,146 @@ def poll(pyslurm: Any) -> ClusterState:
             raise
         reservations = []
     jobs = list(pyslurm.Jobs.load().values())
-    used = gpus_of_jobs(jobs, nodes)
+    gpus_used = gpus_of_jobs(jobs, nodes)
     return cluster_state(
-        [parse.node(node(found, used.get(found.name, {}))) for found in nodes],
-        [parse.partition(partition(found)) for found in partitions],
-        [info for found in reservations for info in parse.reservation(reservation(found))],
-        (parse.job(job(found)) for found in jobs),
+        [parse.node(node(record, gpus_used.get(record.name, {}))) for record in nodes],
+        [parse.partition(partition(record)) for record in partitions],
+        [info for record in reservations for info in parse.reservation(reservation(record))],
+        (parse.job(job(record)) for record in jobs),
         at=0.0,
     )
 
 
-def job(found: Any) -> dict[str, str]:
+def job(record: Any) -> dict[str, str]:
     """Fields of `parse.JOB_FIELDS`, as squeue 25.11 prints them.
 
-    `--gpus=N` (not per node, nor per task) is seen only where the site counts GPUs as TRES: pyslurm does not read
-    what is asked for per job.
+    `--gpus=N` (not per node, nor per task) is seen only if the site counts GPUs as TRES: pyslurm does not read what is
+    requested per job.
     """
-    asked, given = _tres(lambda: found.requested_tres), _tres(lambda: found.allocated_tres)
+    requested, allocated = _tres(lambda: record.requested_tres), _tres(lambda: record.allocated_tres)
     return {
-        "JobID": str(found.id),
-        "HetJobID": _number(found.heterogeneous_id),
-        "UserName": user_name(found.user_id),
-        "State": found.state or "",
-        "Partition": found.partition or "",
-        "NumNodes": _number(found.num_nodes),
-        "NodeList": found.allocated_nodes or "",
-        "SchedNodes": found.scheduled_nodes or "",
-        "SubmitTime": _number(found.submit_time),
-        "StartTime": _number(found.start_time),
-        "EndTime": _number(found.end_time),
-        "TimeLimit": _number(found.time_limit),  # minutes
-        "PreemptTime": _number(found.preempt_time),
-        "PriorityLong": _number(found.priority),
-        "EligibleTime": _number(found.eligible_time),
-        "NumCPUs": _number(found.cpus),
-        "NumTasks": _number(found.ntasks),
-        "MinMemory": _megabytes(found.memory_per_node or found.memory_per_cpu),
-        "tres-alloc": ",".join(f"{name}={number}" for name, number in (given or asked).items()),
-        "tres-per-job": _gres(_gpus_of_tres(asked)),
-        "tres-per-node": _gres(found.gres_per_node),
-        "tres-per-task": _gres(_gpus_of_tres(_tres(lambda: found.tres_per_task))),
-        "OverSubscribe": found.resource_sharing or "",
-        "ReqNodes": found.required_nodes or "",
-        "ExcNodes": found.excluded_nodes or "",
-        "Account": found.account or "",
-        "QOS": found.qos or "",
-        "Reservation": found.reservation or "",
-        "Feature": ",".join(found.constraints or ()),
-        "Licenses": ",".join(found.licenses or ()),
-        "ArrayJobID": _number(found.array_id),
-        "ArrayTaskID": _array_tasks(found),
-        "RestartCnt": _number(found.requeue_count),
-        "Reason": _text(lambda: found.state_reason),
-        "Name": _text(lambda: found.name),
-        "Comment": _text(lambda: found.comment),
+        "JobID": str(record.id),
+        "HetJobID": _number(record.heterogeneous_id),
+        "UserName": user_name(record.user_id),
+        "State": record.state or "",
+        "Partition": record.partition or "",
+        "NumNodes": _number(record.num_nodes),
+        "NodeList": record.allocated_nodes or "",
+        "SchedNodes": record.scheduled_nodes or "",
+        "SubmitTime": _number(record.submit_time),
+        "StartTime": _number(record.start_time),
+        "EndTime": _number(record.end_time),
+        "TimeLimit": _number(record.time_limit),  # minutes
+        "PreemptTime": _number(record.preempt_time),
+        "PriorityLong": _number(record.priority),
+        "EligibleTime": _number(record.eligible_time),
+        "NumCPUs": _number(record.cpus),
+        "NumTasks": _number(record.ntasks),
+        "MinMemory": _megabytes(record.memory_per_node or record.memory_per_cpu),
+        "tres-alloc": ",".join(f"{name}={number}" for name, number in (allocated or requested).items()),
+        "tres-per-job": _gres(_gpus_of_tres(requested)),
+        "tres-per-node": _gres(record.gres_per_node),
+        "tres-per-task": _gres(_gpus_of_tres(_tres(lambda: record.tres_per_task))),
+        "OverSubscribe": record.resource_sharing or "",
+        "ReqNodes": record.required_nodes or "",
+        "ExcNodes": record.excluded_nodes or "",
+        "Account": record.account or "",
+        "QOS": record.qos or "",
+        "Reservation": record.reservation or "",
+        "Feature": ",".join(record.constraints or ()),
+        "Licenses": ",".join(record.licenses or ()),
+        "ArrayJobID": _number(record.array_id),
+        "ArrayTaskID": _array_tasks(record),
+        "RestartCnt": _number(record.requeue_count),
+        "Reason": _text(lambda: record.state_reason),
+        "Name": _text(lambda: record.name),
+        "Comment": _text(lambda: record.comment),
     }
 
 
-def node(found: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
-    """Words of `scontrol -o -d show node`. `gpus_used`: type -> number, from `gpus_of_jobs`, where TRES do not say."""
-    counted = _gpus_of_tres(found.allocated_tres or {})
+def node(record: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
+    """Words of `scontrol -o -d show node`. Args: gpus_used: type -> number (`gpus_of_jobs`), if TRES do not say."""
+    tres_gpus = _gpus_of_tres(record.allocated_tres or {})
     return {
-        "NodeName": found.name,
-        "State": found.state,
-        "Partitions": ",".join(found.partitions or ()),
-        "Arch": found.architecture or "",
-        "CPUTot": _number(found.total_cpus),
-        "CPUEfctv": _number(found.effective_cpus),
-        "CPUAlloc": _number(found.allocated_cpus),
-        "RealMemory": _number(found.real_memory),
-        "MemSpecLimit": _number(found.memory_reserved_for_system),
-        "AllocMem": _number(found.allocated_memory),
-        "Gres": _gres(found.configured_gres),
-        "GresUsed": _gres(counted or gpus_used),
-        "ActiveFeatures": ",".join(found.active_features or ()),
-        "Owner": found.owner or "",
+        "NodeName": record.name,
+        "State": record.state,
+        "Partitions": ",".join(record.partitions or ()),
+        "Arch": record.architecture or "",
+        "CPUTot": _number(record.total_cpus),
+        "CPUEfctv": _number(record.effective_cpus),
+        "CPUAlloc": _number(record.allocated_cpus),
+        "RealMemory": _number(record.real_memory),
+        "MemSpecLimit": _number(record.memory_reserved_for_system),
+        "AllocMem": _number(record.allocated_memory),
+        "Gres": _gres(record.configured_gres),
+        "GresUsed": _gres(tres_gpus or gpus_used),
+        "ActiveFeatures": ",".join(record.active_features or ()),
+        "Owner": record.owner or "",
     }
 
 
 def gpus_of_jobs(jobs: Sequence[Any], nodes: Sequence[Any]) -> dict[str, dict[str, int]]:
-    """Node -> type of GPU -> number that jobs were given, for sites that do not count GPUs as TRES.
+    """Node -> type of GPU -> number given to jobs, for sites that do not count GPUs as TRES.
 
-    Asked for only where there is something to find: this call of pyslurm's reads structures that changed between
-    versions of Slurm (it ended the process with 24.11, PySlurm issue 380).
+    Layouts of jobs are read only if a node needs them: pyslurm's call reads structures that changed between versions of
+    Slurm (it ended the process with 24.11, PySlurm issue 380).
     """
     unknown = {
-        found.name
-        for found in nodes
-        if found.allocated_cpus
-        and any(name.startswith("gpu") for name in found.configured_gres or {})
-        and not any(name.startswith("gres/gpu") for name in found.allocated_tres or {})
+        record.name
+        for record in nodes
+        if record.allocated_cpus
+        and any(name.startswith("gpu") for name in record.configured_gres or {})
+        and not any(name.startswith("gres/gpu") for name in record.allocated_tres or {})
     }
-    used: dict[str, dict[str, int]] = {}
+    gpus_used: dict[str, dict[str, int]] = {}
     if not unknown:
-        return used
-    for found in jobs:
-        if found.state not in ("RUNNING", "COMPLETING", "SUSPENDED"):
+        return gpus_used
+    for record in jobs:
+        if record.state not in ("RUNNING", "COMPLETING", "SUSPENDED"):
             continue
-        for name, layout in found.get_resource_layout_per_node().items():
-            for gres, given in layout["gres"].items():
+        for name, layout in record.get_resource_layout_per_node().items():
+            for gres, allocated in layout["gres"].items():
                 if name in unknown and gres.startswith("gpu"):
-                    number = given["count"] if isinstance(given, dict) else given
-                    types = used.setdefault(name, {})
+                    number = allocated["count"] if isinstance(allocated, dict) else allocated
+                    types = gpus_used.setdefault(name, {})
                     types[gres] = types.get(gres, 0) + number
-    return used
+    return gpus_used
 
 
-def partition(found: Any) -> dict[str, str]:
+def partition(record: Any) -> dict[str, str]:
     """Words of `scontrol -o show partition`."""
     return {
-        "PartitionName": found.name,
-        "Nodes": found.nodes or "",
-        "MaxTime": str(found.max_time or ""),  # minutes, or UNLIMITED
-        "State": found.state,
-        "Default": _yes(found.is_default),
-        "PriorityTier": _number(found.priority_tier),
-        "PreemptMode": found.preempt_mode or "",
-        "GraceTime": _number(found.preemption_grace_time),
-        "QoS": found.qos or "",
-        "OverSubscribe": found.oversubscribe or "",
-        "ExclusiveUser": _yes(found.is_user_exclusive),
-        "MinNodes": _number(found.min_nodes),
-        "MaxNodes": _number(found.max_nodes),
-        "RootOnly": _yes(found.is_root_only),
-        "AllowAccounts": ",".join(found.allowed_accounts),
-        "DenyAccounts": ",".join(found.denied_accounts),
-        "AllowQos": ",".join(found.allowed_qos),
-        "DenyQos": ",".join(found.denied_qos),
-        "AllowGroups": ",".join(found.allowed_groups),
-        "ReqResv": _yes(found.requires_reservation),
+        "PartitionName": record.name,
+        "Nodes": record.nodes or "",
+        "MaxTime": str(record.max_time or ""),  # minutes, or UNLIMITED
+        "State": record.state,
+        "Default": _yes(record.is_default),
+        "PriorityTier": _number(record.priority_tier),
+        "PreemptMode": record.preempt_mode or "",
+        "GraceTime": _number(record.preemption_grace_time),
+        "QoS": record.qos or "",
+        "OverSubscribe": record.oversubscribe or "",
+        "ExclusiveUser": _yes(record.is_user_exclusive),
+        "MinNodes": _number(record.min_nodes),
+        "MaxNodes": _number(record.max_nodes),
+        "RootOnly": _yes(record.is_root_only),
+        "AllowAccounts": ",".join(record.allowed_accounts),
+        "DenyAccounts": ",".join(record.denied_accounts),
+        "AllowQos": ",".join(record.allowed_qos),
+        "DenyQos": ",".join(record.denied_qos),
+        "AllowGroups": ",".join(record.allowed_groups),
+        "ReqResv": _yes(record.requires_reservation),
     }
 
 
-def reservation(found: Any) -> dict[str, str]:
-    """Words of `scontrol -o show reservation`. Flags that pyslurm has no name for are left out."""
-    flags = [flag.name for flag in type(found.flags) if flag in found.flags]
+def reservation(record: Any) -> dict[str, str]:
+    """Words of `scontrol -o show reservation`. Flags without a name in pyslurm are omitted."""
+    flags = [flag.name for flag in type(record.flags) if flag in record.flags]
     return {
-        "ReservationName": found.name or "",
-        "Nodes": found.nodes or "",
-        "StartTime": _number(found.start_time),
-        "EndTime": _number(found.end_time),
+        "ReservationName": record.name or "",
+        "Nodes": record.nodes or "",
+        "StartTime": _number(record.start_time),
+        "EndTime": _number(record.end_time),
         "Flags": ",".join(_RESERVATION_FLAGS.get(name, name) for name in flags),
     }
 
@@ -272,30 +275,30 @@ def _tres(read: Callable[[], Any]) -> dict[str, str]:
         value = None
     if value is None:
         return {}
-    found = {f"gres/{name}": str(gres.count) for name, gres in value.gres.items()}
-    return found if value.mem is None else {"mem": f"{value.mem.count}M", **found}
+    gres = {f"gres/{name}": str(gres.count) for name, gres in value.gres.items()}
+    return gres if value.mem is None else {"mem": f"{value.mem.count}M", **gres}
 
 
 def _gpus_of_tres(tres: Mapping[str, Any]) -> dict[str, Any]:
     """GPUs among TRES: of `gres/gpu=4,gres/gpu:a100=4` the types, else the total."""
-    found = {name.removeprefix("gres/"): number for name, number in tres.items() if name.startswith("gres/gpu")}
-    return {name: number for name, number in found.items() if name != "gpu"} or found
+    gpus = {name.removeprefix("gres/"): number for name, number in tres.items() if name.startswith("gres/gpu")}
+    return {name: number for name, number in gpus.items() if name != "gpu"} or gpus
 
 
 def _gres(value: Mapping[str, Any] | None) -> str:
     return ",".join(f"{name}:{number}" for name, number in (value or {}).items())
 
 
-def _array_tasks(found: Any) -> str:
-    """`3-9%2` of a job array's elements that wait, else the element's own number, of which pyslurm shows 0 as None."""
-    if found.array_id is None:
+def _array_tasks(record: Any) -> str:
+    """`3-9%2` of a job array's waiting tasks, else the number of the task itself. pyslurm shows task 0 as None."""
+    if record.array_id is None:
         return ""
-    tasks: str = found.array_tasks_waiting or str(found.array_task_id or 0)
-    return f"{tasks}%{at_once}" if (at_once := found.array_tasks_parallel) else tasks
+    tasks: str = record.array_tasks_waiting or str(record.array_task_id or 0)
+    return f"{tasks}%{at_once}" if (at_once := record.array_tasks_parallel) else tasks
 
 
 def _text(read: Callable[[], str | None]) -> str:
-    """What users may fill with any bytes; pyslurm reads them as UTF-8 or not at all."""
+    """Text that users may fill with any bytes; empty if it is not UTF-8, which pyslurm cannot read."""
     try:
         return read() or ""
     except UnicodeDecodeError:

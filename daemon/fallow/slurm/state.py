@@ -1,4 +1,4 @@
-"""One poll's state from its parts, whoever read them."""
+"""The state of one poll from its parts, whichever client read them."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo, Reserva
 
 Info = TypeVar("Info", NodeInfo, JobInfo, ReservationInfo)
 
-# Of one that is completing only the nodes are shown that it has not left yet; one that is idle now has been left since.
+# Slurm shows of a completing job only the nodes that it has not left. If one is idle now, the job has left it since.
 _KEEPING = ON_NODES - {"COMPLETING"}
 
 _INFOS: tuple[type[msgspec.Struct], ...] = (NodeInfo, JobInfo, ReservationInfo)
@@ -24,12 +24,12 @@ _TIMES = {kind: [name for name in kind.__struct_fields__ if name.endswith(("_at"
 
 
 def on_our_clock(state: ClusterState, at: float, offset_s: float) -> ClusterState:
-    """A poll with Slurm's times as a poll with ours, so that nobody else has to compare two clocks.
+    """Convert a poll's times from slurmctld's clock to ours, so that nobody else compares two clocks.
 
     Args:
-        state: every time in it is slurmctld's, but `at`, which means nothing.
+        state: its times are slurmctld's; `at` has no meaning.
         at: our Unix time of the answer.
-        offset_s: what slurmctld's clock is ahead of ours.
+        offset_s: seconds by which slurmctld's clock is ahead of ours.
     """
     if not offset_s:
         return msgspec.structs.replace(state, at=at)
@@ -37,14 +37,14 @@ def on_our_clock(state: ClusterState, at: float, offset_s: float) -> ClusterStat
         state,
         at=at,
         clock_offset_s=offset_s,
-        nodes=[earlier(node, offset_s) for node in state.nodes],
-        jobs=[msgspec.structs.replace(earlier(job, offset_s), clock_offset_s=offset_s) for job in state.jobs],
-        reservations=[earlier(reservation, offset_s) for reservation in state.reservations],
+        nodes=[shift_earlier(node, offset_s) for node in state.nodes],
+        jobs=[msgspec.structs.replace(shift_earlier(job, offset_s), clock_offset_s=offset_s) for job in state.jobs],
+        reservations=[shift_earlier(reservation, offset_s) for reservation in state.reservations],
     )
 
 
-def earlier(info: Info, seconds: float) -> Info:
-    """The same with every time so much earlier."""
+def shift_earlier(info: Info, seconds: float) -> Info:
+    """The same object with all times earlier by `seconds`."""
     times = {name: getattr(info, name) for name in _TIMES[type(info)]}
     return msgspec.structs.replace(info, **{name: at - seconds for name, at in times.items() if at is not None})
 
@@ -57,22 +57,24 @@ def cluster_state(
     *,
     at: float,
 ) -> ClusterState:
-    """As `SlurmClient.poll` promises: others' ended jobs left out, no node idle that a job keeps."""
-    # The user data base may be away, for us or for squeue, which shows the number then. Each user is looked up once a
-    # poll: thousands of jobs may belong to users whom it does not know, or not now.
+    """Join the parts as `SlurmClient.poll` promises: no ended jobs of others, and no idle node that a job holds."""
+    # The user database may be unavailable, for us or for squeue, which then shows the number. Look up each user
+    # once a poll: thousands of jobs may belong to users that the database does not know now.
     user_name.cache_clear()
-    own = {user_name(os.getuid()), str(os.getuid())}
-    shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user in own and carries_token(job))]
-    # Two answers, two moments: a job may have started between them. And Slurm calls a node idle whose only job is
-    # suspended, though that job keeps its memory and GPUs.
-    busy = {name for job in shown if job.state in _KEEPING for name in job.nodes}
+    own_names = {user_name(os.getuid()), str(os.getuid())}
+    visible_jobs = [
+        job for job in jobs if job.state not in ENDED_STATES or (job.user in own_names and carries_token(job))
+    ]
+    # A job may have started between the two answers. And Slurm calls a node idle if its only job is suspended, although
+    # that job keeps its memory and GPUs.
+    busy = {name for job in visible_jobs if job.state in _KEEPING for name in job.nodes}
     return ClusterState(
         at=at,
         nodes=[
             msgspec.structs.replace(node, state="ALLOCATED") if node.state == "IDLE" and node.node in busy else node
             for node in nodes
         ],
-        jobs=shown,
+        jobs=visible_jobs,
         partitions=list(partitions),
         reservations=list(reservations),
     )
@@ -80,7 +82,7 @@ def cluster_state(
 
 @functools.lru_cache(maxsize=4096)
 def user_name(uid: int) -> str:
-    """As squeue prints it: the number when the user data base does not know it. Kept until the next poll."""
+    """Name as squeue prints it: the number if the user database does not know the user. Cached until the next poll."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -88,14 +90,14 @@ def user_name(uid: int) -> str:
 
 
 def own_groups() -> frozenset[str] | None:
-    """Names of our groups, as AllowGroups of a partition may name them; None: the user data base does not know."""
+    """Names of our groups, as a partition's AllowGroups names them; None: the user database does not know us."""
     try:
-        me = pwd.getpwuid(os.getuid())
-        ids = os.getgrouplist(me.pw_name, me.pw_gid)
+        user = pwd.getpwuid(os.getuid())
+        ids = os.getgrouplist(user.pw_name, user.pw_gid)
     except (KeyError, OSError):
         return None
-    found = set()
+    names = set()
     for group in ids:
         with contextlib.suppress(KeyError):
-            found.add(grp.getgrgid(group).gr_name)
-    return frozenset(found)
+            names.add(grp.getgrgid(group).gr_name)
+    return frozenset(names)

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from fallow.slurm import cli
-from fallow.slurm.process import Done
+from fallow.slurm.process import CommandResult
 from fallow.testbed.cluster import Testbed
 
 NONCE = "5ca1ab1e"
@@ -79,7 +79,7 @@ async def ask(testbed: Testbed) -> dict[str, str]:
     """Standard output of what `config` and `poll` start, by file name."""
     answers: dict[str, str] = {}
 
-    async def keep(argv: list[str], **options: object) -> Done:
+    async def keep(argv: list[str], **options: object) -> CommandResult:
         done = await real(argv, **options)
         name = "config" if argv[-1] == "config" else argv[0]
         if argv[0] != "sacctmgr":  # these clusters have no accounting

@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[3]
 def test_attempts_count_generations_of_the_same_members_that_do_not_last() -> None:
     attempts = Attempts()
     for at in range(ATTEMPTS + 1):
-        assert not attempts.spent(float(at))
-        attempts.began(["n0", "n1"], float(at))
-    assert attempts.spent(9.0)
-    assert not attempts.spent(ATTEMPTS + WELL_S)
-    attempts.began(["n1"], 10.0)
-    assert not attempts.spent(10.0)
+        assert not attempts.is_exhausted(float(at))
+        attempts.begin(["n0", "n1"], float(at))
+    assert attempts.is_exhausted(9.0)
+    assert not attempts.is_exhausted(ATTEMPTS + WELL_S)
+    attempts.begin(["n1"], 10.0)
+    assert not attempts.is_exhausted(10.0)
 
 
 def test_e2_torchrun_finds_the_backend_and_says_where_it_works(

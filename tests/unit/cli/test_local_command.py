@@ -119,10 +119,10 @@ def test_all_kinds_of_items_in_order_of_step() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("+1@1,jump@2", r"item 2 \('jump@2'\) is none of"),
+        ("+1@1,jump@2", r"item 2 \('jump@2'\) is not "),
         ("+0@3", "changes nothing"),
         ("+1@1,+1@" + "9" * 5000, r"item 2 \('\+1@9{60}…'\) has a number of more than 18 digits"),
-        ("-3@1", "only 2 of the members are left at step 1"),
+        ("-3@1", "only 2 members are left at step 1"),
         ("kill:2@1", "no member 2 by step 1; .* 0 to 1"),
         ("kill:0@1,-m0@2", "member 0 has left before step 2"),
     ],

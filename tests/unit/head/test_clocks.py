@@ -26,7 +26,7 @@ from fallow.model import (
 )
 from fallow.slurm.cli import CliClient
 from fallow.slurm.paced import PacedClient
-from fallow.slurm.process import Done
+from fallow.slurm.process import CommandResult
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.slurm.state import on_our_clock
 from planning import planned
@@ -135,11 +135,11 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     there = NOW + 120.0
     begin, end = (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at)) for at in (there, there + 60.0))
 
-    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
+    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> CommandResult:
         if "config" in argv:
-            return Done(0, f"Configuration data as of {begin}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
+            return CommandResult(0, f"Configuration data as of {begin}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
         reserved = f"ReservationName=m StartTime={begin} EndTime={end} Nodes=n1\n"
-        return Done(0, f"NodeName=n1 State=IDLE CPUTot=8\n{reserved}" if argv[0] == "scontrol" else "", "")
+        return CommandResult(0, f"NodeName=n1 State=IDLE CPUTot=8\n{reserved}" if argv[0] == "scontrol" else "", "")
 
     async def asked(*_: object) -> ClusterState:
         reserved = ReservationInfo(reservation="m", nodes=["n1"], start_at=there, end_at=there + 60.0)
@@ -162,10 +162,10 @@ async def test_s5_a_slow_answer_is_no_other_clock(
     """Half of the time that the answer took counted as an offset, for an hour."""
     now = [NOW]
 
-    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
+    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> CommandResult:
         now[0] += 20.0
         there = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now[0] + ahead_s))
-        return Done(0, f"Configuration data as of {there}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
+        return CommandResult(0, f"Configuration data as of {there}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
 
     monkeypatch.setattr(CliClient, "_start", answer)
     monkeypatch.setattr("fallow.slurm.cli.steady", lambda: now[0])
@@ -203,10 +203,10 @@ async def test_no_step_of_the_system_clock_moves_the_end_of_a_node(
     """Nodes were released as if their end had come, until the next poll, and runs had used an hour more."""
     true, book = time.time, new_book(tmp_path)
 
-    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
+    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> CommandResult:
         there = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(true()))
         heading = f"Configuration data as of {there}\nClusterName = c\nSLURM_VERSION = 25.11.2\n"
-        return Done(0, heading if "config" in argv else "NodeName=n1 State=IDLE CPUTot=8\n", "")
+        return CommandResult(0, heading if "config" in argv else "NodeName=n1 State=IDLE CPUTot=8\n", "")
 
     monkeypatch.setattr(CliClient, "_start", answer)
     before_s = Turn.begin(book).now - true()

@@ -1,4 +1,4 @@
-"""Harvest jobs that come to nothing: they end before an agent comes, or somebody cancels them."""
+"""Harvest jobs without a result: they end before an agent connects, or somebody cancels them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from fallow.core.accounting.backoff import FIRST_S, LONGEST_S
 from fallow.core.accounting.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
-from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
+from fallow.core.accounting.launch_failures import MAX_ROUNDS, LaunchFailures, note_agent_arrival, note_launch_failure
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership.failures import BAR_S
@@ -31,7 +31,7 @@ CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=6400)
 
 
 class Holes(ScriptedSlurm):
-    """Jobs of ours die at once on some nodes."""
+    """A cluster on some of whose nodes our jobs end at once."""
 
     black: frozenset[str] = frozenset()
 
@@ -52,7 +52,7 @@ def site(tmp_path: Path) -> Site:
 
 
 async def poll(site: Site, nodes: Nodes) -> None:
-    """One poll; agents come from jobs that live, and their nodes train."""
+    """Poll once. Agents connect from jobs that live, and their nodes train."""
     await site.poll()
     turn = site.turn()
     for a in nodes.run.live_allocations():
@@ -73,7 +73,7 @@ def _holes(site: Site) -> Holes:
 
 @pytest.mark.parametrize("others_come", [True, False])
 async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site, others_come: bool) -> None:
-    """Up to 2,880 jobs a day died there, for the agents of other nodes had the head forget."""
+    """Up to 2,880 jobs a day ended on such a node, because agents on other nodes reset the count."""
     _holes(site).black = frozenset({"n13"})
     run = site.run(nodes=20)
     nodes = Nodes(run, CONTRACT_OF_MANY)
@@ -83,13 +83,13 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
         if others_come and each % 2 and good:
             site.slurm.engine.note_exit(good[0].job_id or "", "PREEMPTED")
     assert _holes(site).died == ["n13", "n13"], "within 50 minutes"
-    assert "2 jobs in a row came to nothing there" in run.barred["n13"]
+    assert "2 jobs in a row failed to start there" in run.barred["n13"]
     assert not run.record.paused and len(run.live_allocations()) >= 18
     assert run.roster.failures.bars["n13"].until <= site.slurm.now + BAR_S
 
 
 async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: Site) -> None:
-    """20 jobs died at once every 10 minutes, for ever."""
+    """Without the pause, 20 jobs ended at once every 10 minutes, for ever."""
     _holes(site).black = frozenset(f"n{i}" for i in range(1, 21))
     run, per_poll = site.run(nodes=20), []
     nodes = Nodes(run, CONTRACT_OF_MANY)
@@ -97,7 +97,7 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
         before = len(_holes(site).died)
         await poll(site, nodes)
         per_poll.append(len(_holes(site).died) - before)
-    assert len(_holes(site).died) == 20 + ROUNDS, "all that were idle, and then one at a time"
+    assert len(_holes(site).died) == 20 + MAX_ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
     message = run_view(run, site.slurm.now, site.slurm.now).message
     assert f"fallow resume {run.id}" in message and "before its agent reached the head" in message
@@ -129,18 +129,18 @@ async def test_a_head_that_is_killed_leaves_the_pause_to_the_next_one(site: Site
 
 
 def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:
-    duds = Duds()
+    failures = LaunchFailures()
 
-    def dud(node: str, suspect: bool = False) -> bool:
-        return bool(ended(duds, node, "it ended", trains=True, suspect=suspect))
+    def fails(node: str, suspect: bool = False) -> bool:
+        return bool(note_launch_failure(failures, node, "it ended", trains=True, suspect=suspect))
 
-    assert [dud("a"), dud("b"), dud("a")] == [False, False, True] and duds.in_a_row == 2
+    assert [fails("a"), fails("b"), fails("a")] == [False, False, True] and failures.in_a_row == 2
     for _ in range(9):
-        assert not dud("a", suspect=True) and dud("a", suspect=True)
-    assert duds.in_a_row == 2
-    came(duds, "b")
-    assert (duds.in_a_row, dud("b")) == (0, False), "b began anew"
-    assert dud("b"), "agents of other nodes do not matter"
+        assert not fails("a", suspect=True) and fails("a", suspect=True)
+    assert failures.in_a_row == 2
+    note_agent_arrival(failures, "b")
+    assert (failures.in_a_row, fails("b")) == (0, False), "b began anew"
+    assert fails("b"), "agents of other nodes do not matter"
 
 
 # -- jobs that somebody else cancels ----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_only_those_of_a_day_count() -> None:
 
 
 async def cancel(site: Site, run: Run) -> str:
-    """Somebody cancels one that runs: Slurm warns its step, then it is over."""
+    """Somebody cancels a running job: Slurm warns its step, then the job is over."""
     victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
     (node,) = victim.nodes
     victim.agents.setdefault(node, Agent())
@@ -223,7 +223,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
 
 
 async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_drained_its_node(tmp_path: Path) -> None:
-    """An administrator who looks at a node may find a job of ours there that has just begun."""
+    """An administrator who looks at a node may find a job of ours that has just begun."""
     site = Site(tmp_path, ScriptedSlurm(6))
     run = site.run(nodes=1)
     nodes: list[str] = []

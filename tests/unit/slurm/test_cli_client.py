@@ -34,7 +34,7 @@ echo 7
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files of its own, beside a sbatch that says yes."""
+    """A temporary folder, and a sbatch that accepts every job."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     sbatch = write_command(tmp_path / "bin", "sbatch", SBATCH)
@@ -63,7 +63,7 @@ async def test_a_full_temporary_folder_is_told_and_nothing_is_submitted(
     with pytest.raises(SlurmUnavailable) as caught:
         await CliClient().submit(REQUEST)
     assert caught.value.message == (
-        f"sbatch: its script cannot be written to {scripts} (No space left on device); "
+        f"sbatch: cannot write its script to {scripts} (No space left on device); "
         "make room there, or start the head with TMPDIR set to another folder"
     )
     assert os.listdir(scripts) == []
@@ -106,7 +106,7 @@ def test_a_node_that_a_job_keeps_is_not_idle(job_state: str, node_state: str) ->
 
 @pytest.mark.parametrize("me", [user_name(os.getuid()), str(os.getuid())])
 def test_of_ended_jobs_only_our_own_with_a_token_are_shown(me: str) -> None:
-    """Also while squeue cannot ask the user data base, and shows numbers."""
+    """Also if squeue cannot reach the user database, and prints numbers."""
     names = {"1": (me, "fallow-r-h1-0a1b2c"), "2": (me, "mine"), "3": ("bob", "fallow-r-h1-0a1b2c")}
     jobs = [builders.job(job_id, "CANCELLED", user=user, name=name) for job_id, (user, name) in names.items()]
     jobs.append(builders.job("4", "COMPLETED", user=me, name="train", comment="x fallow-r-b0-0a1b2c"))
@@ -116,7 +116,7 @@ def test_of_ended_jobs_only_our_own_with_a_token_are_shown(me: str) -> None:
 def test_a_user_data_base_that_was_away_is_asked_again_with_each_poll_once_a_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A head that starts before the site's name service has to know its own jobs by name later on."""
+    """A head that starts before the site's name service must later recognize its own jobs by name."""
     asked: list[int] = []
     known: dict[int, SimpleNamespace] = {}
 
@@ -143,7 +143,7 @@ exit 0
 
 
 async def test_only_this_cluster_of_a_federation_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FederationParameters=fed_display the commands show all of them else."""
+    """By default, the commands show all clusters if FederationParameters=fed_display is set."""
     for name in ("squeue", "scontrol"):
         write_command(tmp_path, name, FEDERATED)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -50,7 +50,9 @@ def test_priorities() -> None:
 
 
 def ask(answers: dict[str, str | FallowError]) -> tuple[OwnerView, list[str]]:
-    """What is found with these answers to commands that hold a word, and the words by which `assoc_mgr` was asked."""
+    """Return the view made from `answers` (word of a command -> its output), and the arguments of each `assoc_mgr`
+    query.
+    """
     asked: list[str] = []
 
     async def query(argv: list[str]) -> str:
@@ -72,8 +74,8 @@ def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:
     )
     assert (view.limits, view.shares, view.priorities) == ([], [], [])
     assert view.notes == [
-        "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share",
-        "jobs have no priority by factors here (sprio knows only priority/multifactor)",
+        "the cluster has no accounting (slurmdbd): no limits of accounts or QOS, and no fair share",
+        "this cluster does not use priority/multifactor, so sprio shows no priorities",
     ]
 
 

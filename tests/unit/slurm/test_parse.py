@@ -20,7 +20,7 @@ SQUEUE = (
 
 
 def test_26_05_shows_jobs_and_nodes_like_the_others() -> None:
-    """Those have answered the client's own queries, see `core/neighbour/test_recorded.py`."""
+    """The others have answered the client's own queries, see `core/neighbour/test_recorded.py`."""
     rows = (DATA / "squeue_O.2grace.txt").read_text().splitlines()
     jobs = [parse.job(dict(zip(SQUEUE, row.split("|"), strict=True))) for row in rows]
     warned = [job for job in jobs if job.state == "RUNNING"]
@@ -105,7 +105,7 @@ def test_node_states(text: str, base: str, flags: list[str]) -> None:
             "UNLIMITED Partition_Limit NOT_SET later",
         ),
         (
-            parse.when,
+            parse.unix_time,
             {"1795226961": 1795226961.0, "2026-11-21T02:09:21": 1795226961.0, "Tomorr 12:00": None},
             "N/A Unknown None 0 ²",
         ),
@@ -176,7 +176,7 @@ def test_no_name_or_comment_breaks_a_row(names: list[tuple[str, str]]) -> None:
 
 
 def test_configuration() -> None:
-    """What the recorded ones do not show."""
+    """Lines that the recorded outputs do not contain."""
     config, as_of = parse.config(
         "Configuration data as of 1795229432\nMessageTimeout          = 20 sec\n"
         "PreemptType             = preempt/none\nPrivateData             = jobs,usage\n"

@@ -1,5 +1,5 @@
-"""Counts what runs may use and have used, and backs off where Slurm or jobs say no. Pure.
+"""Accounting of node time: what runs may use, what they have used, and when a request must wait. Pure.
 
-In go allocations, jobs as polls show them, and prices; out come use by project, weights, what is left of budgets, and
-what is left alone for a while and in whose name (`backoff`). `pacing` compares a run with its deadline.
+In: allocations, jobs as polls show them, prices. Out: use by project, fair-share weights, remaining budgets, and
+backoff for accounts and partitions (`backoff`). `pacing` compares a run with its deadline.
 """

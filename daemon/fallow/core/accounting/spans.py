@@ -1,8 +1,8 @@
-"""What an allocation's jobs held, as Slurm says it: which nodes, from when to when. Pure.
+"""What an allocation's jobs held according to Slurm: which nodes, from when to when. Pure.
 
-An allocation ends for the head when its agents are gone; its jobs end later, for Slurm cleans up and the rest of a
-batch script may run on. So jobs are followed until Slurm has shown their end, or has forgotten them: then the
-allocation is *settled*, and what it cost is known.
+For the head an allocation ends when its agents have left. Its jobs end later: Slurm cleans up, and the rest of a batch
+script may run on. The head follows the jobs until Slurm has shown their end, or has forgotten them. Then the allocation
+is *settled*, and its cost is known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class Span(msgspec.Struct, kw_only=True):
-    """The time for which one job (one component of a heterogeneous job) had its nodes."""
+    """The time for which one job (one component of a heterogeneous job) held its nodes."""
 
     nodes: dict[str, int]
-    "node -> GPUs of it that the job has"
+    "node -> GPUs of the node that the job has"
     start_at: float
     partition: str = ""
     end_at: float | None = None
-    "None: it still has them"
+    "None: the job still holds the nodes"
 
     def held_s(self, now: float) -> float:
-        """Seconds until `now` or its end, whichever is first; never negative, whatever clocks do."""
+        """Seconds until `now` or the end, whichever is first; never negative, even if clocks step."""
         return max(0.0, (now if self.end_at is None else self.end_at) - self.start_at)
 
     def node_s(self, now: float) -> float:
@@ -36,39 +36,39 @@ class Span(msgspec.Struct, kw_only=True):
 
 
 class Use(msgspec.Struct, kw_only=True):
-    """What a node of an allocation was used for, by the head's clock."""
+    """What one node of an allocation was used for. All times are on the head's clock."""
 
     first_at: float
-    "one of its workers became a member for the first time"
+    "time when one of the node's workers first became a member"
     since: float | None = None
-    "one has been a member since then; None: none is now"
+    "time since which the node has a member; None: it has none"
     last_at: float = 0.0
-    "when the last one left"
+    "time when the node's last member left"
     member_s: float = 0.0
-    "before `since`"
+    "seconds of membership before `since`"
     pause_s: float = 0.0
-    "of that, in pauses of the training in which the membership changed"
+    "seconds of membership in training pauses for membership changes"
     discarded_s: float = 0.0
-    "of that, for steps that were done again after a kill"
+    "seconds of membership for steps that were repeated after a kill"
 
 
 def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: Mapping[str, int]) -> bool:
-    """Bring the spans of an allocation up to date with a poll.
+    """Update the spans of an allocation from a poll.
 
     Args:
         allocation: changed in place.
-        jobs: its own of the poll.
-        at: Unix time of the poll, on the clock that the jobs' times are on.
-        gpus: node -> its GPUs.
+        jobs: the allocation's own jobs in the poll.
+        at: Unix time of the poll, on the clock of the jobs' times.
+        gpus: node -> number of its GPUs.
 
     Returns:
-        Whether anything changed.
+        True if anything changed.
     """
     if allocation.settled:
         return False
     if not jobs:
         return _not_shown(allocation, at)
-    before = _written(allocation)
+    old_fields = _stored_fields(allocation)
     allocation.unseen_at = None
     limits = [job.time_limit_s for job in jobs]
     allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
@@ -77,25 +77,25 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
     allocation.settled = all(job.state in ENDED_STATES for job in jobs)
     if allocation.settled:
         allocation.slurm_state = jobs[0].state
-    return before != _written(allocation)
+    return old_fields != _stored_fields(allocation)
 
 
-def _written(allocation: "Allocation") -> bytes:
+def _stored_fields(allocation: "Allocation") -> bytes:
     return msgspec.msgpack.encode(
         (allocation.spans, allocation.limit_s, allocation.slurm_state, allocation.unseen_at is None)
     )
 
 
-def held(allocation: "Allocation", at: float) -> list[tuple[float, float]]:
-    """Beginning and end (Unix time; until `at` at most) of the time for which an allocation has had each of its nodes.
+def node_periods(allocation: "Allocation", at: float) -> list[tuple[float, float]]:
+    """(begin, end) in Unix time, `at` at most, for each node that an allocation has had.
 
-    What Slurm has not shown yet counts from when the allocation began, as far as its nodes are known.
+    Until Slurm has shown the nodes, the time since the allocation's start counts, for as many nodes as are known.
     """
     spans = allocation.spans.values()
     if spans or allocation.start_at is None:
         return [(span.start_at, span.start_at + span.held_s(at)) for span in spans for _ in span.nodes]
-    ended = not allocation.live and allocation.end_at is not None
-    end = min(at, allocation.end_at or at) if ended else at
+    has_ended = not allocation.live and allocation.end_at is not None
+    end = min(at, allocation.end_at or at) if has_ended else at
     return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
 
 
@@ -103,8 +103,8 @@ def _follow_job(allocation: "Allocation", job: JobInfo, at: float, gpus: Mapping
     if job.start_at is None or not job.nodes or job.state not in ON_NODES | ENDED_STATES:
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
-    # A job that waits in several partitions runs in one. Of one that completes since it was requeued, squeue shows when
-    # it may start next.
+    # A job that is pending in several partitions runs in one. If a requeued job is completing, squeue shows when it may
+    # start next.
     if job.state not in ENDING:
         span.start_at, span.partition = job.start_at, job.partition
     for node in job.nodes:
@@ -112,15 +112,18 @@ def _follow_job(allocation: "Allocation", job: JobInfo, at: float, gpus: Mapping
             span.nodes[node] = gpus[node] if job.exclusive else min(gpus[node], job.gpus_per_node)
         else:
             span.nodes.setdefault(node, 0)
-    # A job that completes has its end already; its nodes are not ours any more.
-    over = job.state in ENDED_STATES or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
-    span.end_at = None if not over else at if job.end_at is None else job.end_at
+    # A completing job already has its end time: it no longer holds its nodes.
+    has_ended = job.state in ENDED_STATES or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
+    span.end_at = None if not has_ended else at if job.end_at is None else job.end_at
 
 
 def _not_shown(allocation: "Allocation", at: float) -> bool:
-    """Two polls without it: Slurm has forgotten it. It ended before the first of them, at its limit at the latest."""
+    """Settle an allocation that two polls do not show: Slurm has forgotten its jobs.
+
+    The jobs ended before the first of the two polls, and at their time limit at the latest.
+    """
     if allocation.live or allocation.state is AllocationState.LOST:
-        # Whether it is gone is not for one poll to say (`allocations.observe`); a lost one may still appear.
+        # One poll does not prove its end (`allocations.observe` decides); a lost job may still appear.
         return False
     if allocation.job_id is not None and allocation.unseen_at is None:
         allocation.unseen_at = at
@@ -132,7 +135,7 @@ def _not_shown(allocation: "Allocation", at: float) -> bool:
             span.end_at = max(span.start_at, min(end, limit))
             allocation.end_guessed = True
     if allocation.job_id is not None and not allocation.spans:
-        # Slurm took it, and it was over before a poll could show what it held.
+        # Slurm accepted the job, which ended before a poll could show what it held.
         allocation.end_guessed = True
     allocation.settled = True
     return True

@@ -1,7 +1,7 @@
 """Where the time went that Slurm allocated to a run's jobs: trained, or wasted and why. Pure.
 
-Slurm says how long each node was held (`spans`), the head when its workers were members (`Use`). Every node-second of a
-span goes to exactly one source, whatever the clocks said: what the head measured is cut to what Slurm allocated.
+Slurm says how long jobs held each node (`spans`). The head knows when the node's workers were members (`Use`). Every
+node-second of a span goes to exactly one source: what the head measured is cut to what Slurm allocated.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ DAY_S = 86_400.0
 _EPOCH = date(1970, 1, 1).toordinal()
 
 CUT_SHORT = frozenset(("PREEMPTED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"))
-"""Ends of a job that were Slurm's doing."""
+"""Final job states that Slurm caused."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -28,7 +28,7 @@ class Tally(msgspec.Struct, kw_only=True):
     gpu_s: dict[Source, float] = {}
     jobs: int = 0
     useless: int = 0
-    "of them, those in which nothing was ever trained"
+    "jobs in which nothing was ever trained"
 
     def add(self, source: Source, node_s: float, gpu_s: float) -> None:
         self.node_s[source] = self.node_s.get(source, 0.0) + node_s
@@ -42,7 +42,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 Tallies = dict[str, Tally]
-"""`DAY PARTITION` -> sums; `MONTH PARTITION` -> sums of days that are long past (`by_month`)."""
+"""`DAY PARTITION` -> sums; days older than `DAYS_KEPT` become `MONTH PARTITION` (`by_month`)."""
 
 DAYS_KEPT = 400
 """Days older than this are shown as months."""
@@ -53,31 +53,31 @@ def day_of(at: float) -> str:
     return date.fromordinal(_EPOCH + int(at // DAY_S)).isoformat()
 
 
-def merge(sums: Tallies, others: Tallies) -> None:
-    """Add `others` to `sums`."""
-    for place, tally in others.items():
+def merge(sums: Tallies, other_sums: Tallies) -> None:
+    """Add `other_sums` to `sums`."""
+    for place, tally in other_sums.items():
         sums.setdefault(place, Tally()).merge(tally)
 
 
 def by_month(sums: Tallies, now: float) -> Tallies:
-    """The same sums with the days before `DAYS_KEPT` put together, so that sums over years stay small.
+    """Merge days older than `DAYS_KEPT` into months, so that sums over years stay small.
 
     Args:
-        sums: of days, and of months.
+        sums: by day and by month.
         now: Unix time.
     """
     first_month = day_of(now - DAYS_KEPT * DAY_S)[:7]
-    found: Tallies = {}
+    result: Tallies = {}
     for place, tally in sums.items():
         day, _, partition = place.partition(" ")
-        # Whole months, or one month would be shown in two ways.
-        when = day if day[:7] >= first_month else day[:7]
-        found.setdefault(f"{when} {partition}", Tally()).merge(tally)
-    return found
+        # Only whole months, else one month would be shown as days and as a month.
+        period = day if day[:7] >= first_month else day[:7]
+        result.setdefault(f"{period} {partition}", Tally()).merge(tally)
+    return result
 
 
 def is_since(day: str, since: str | None) -> bool:
-    """True if a day is counted. A month counts as a whole as soon as one of its days does."""
+    """Return True if a day counts. A month counts as a whole as soon as one of its days counts."""
     return since is None or day >= since[: len(day)]
 
 
@@ -89,19 +89,19 @@ def note_members(allocations: Iterable[Allocation], members: Collection[tuple[st
 
     Args:
         allocations: of the run; changed in place.
-        members: (token, node) of every member of the current generation that is alive.
+        members: (token, node) of every living member of the current generation.
         now: Unix time.
     """
     places: dict[str, set[str]] = {}
     for token, node in members:
         places.setdefault(token, set()).add(node)
     for allocation in allocations:
-        here = places.get(allocation.token, set())
-        for node in here:
+        member_nodes = places.get(allocation.token, set())
+        for node in member_nodes:
             use = allocation.uses.setdefault(node, Use(first_at=now))
             use.since = now if use.since is None else use.since
         for node, use in allocation.uses.items():
-            if use.since is not None and node not in here:
+            if use.since is not None and node not in member_nodes:
                 use.member_s += max(0.0, now - use.since)
                 use.since, use.last_at = None, now
 
@@ -109,7 +109,7 @@ def note_members(allocations: Iterable[Allocation], members: Collection[tuple[st
 def note_pause(
     allocations: Iterable[Allocation], places: Collection[tuple[str, str]], pause_s: float, discarded_s: float
 ) -> None:
-    """Note a pause of the training, and steps that were done in vain, for the nodes that took part."""
+    """Note a training pause, and steps that must be repeated, for the nodes that took part."""
     for allocation in allocations:
         for node, use in allocation.uses.items():
             if (allocation.token, node) in places:
@@ -123,7 +123,7 @@ def note_pause(
 def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
     """Add what an allocation's jobs have held until `now`, each node-second once.
 
-    To the sums themselves when it is settled, or to a copy of them while it is not.
+    A settled allocation is added to the stored sums, one that is not settled to a copy.
     """
     for span in allocation.spans.values():
         end = span.start_at + span.held_s(now)
@@ -132,32 +132,32 @@ def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
                 _add(tallies, span.partition, start, until, shares, gpus)
     first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
     began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
-    mine = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
+    first_day = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
     if allocation.job_id is None and first is None and not allocation.live:
         return  # Slurm refused it
-    mine.jobs += 1
-    mine.useless += not allocation.uses and not allocation.live
+    first_day.jobs += 1
+    first_day.useless += not allocation.uses and not allocation.live
 
 
 def _add(tallies: Tallies, partition: str, start: float, end: float, shares: Mapping[Source, float], gpus: int) -> None:
-    """Add seconds by source to the days in which they were, each day's part of the whole stretch."""
-    whole = end - start
+    """Add seconds by source to their days, in proportion to each day's part of the period."""
+    duration_s = end - start
     while start < end:
-        until = min(end, (start // DAY_S + 1) * DAY_S)
-        if until <= start:
-            # Beyond what a float tells apart; such times come from no clock.
-            until = end
+        day_end = min(end, (start // DAY_S + 1) * DAY_S)
+        if day_end <= start:
+            # A float cannot tell these times apart. No clock returns such times.
+            day_end = end
         for source, seconds in shares.items():
             if seconds > 0:
-                node_s = seconds * (until - start) / whole
+                node_s = seconds * (day_end - start) / duration_s
                 tallies.setdefault(f"{day_of(start)} {partition}", Tally()).add(source, node_s, node_s * gpus)
-        start = until
+        start = day_end
 
 
 def _stretches(
     allocation: Allocation, node: str, start: float, end: float
 ) -> Iterator[tuple[float, float, dict[Source, float]]]:
-    """(from, to, source -> seconds) of one node, in order and without gaps."""
+    """(begin, end, source -> seconds) of one node, in order and without gaps."""
     use = allocation.uses.get(node)
     useful = Source.HARVESTED if allocation.harvested else Source.BASE
     if use is None:
@@ -180,9 +180,9 @@ def _stretches(
             Source.STANDBY: last - first - member_s,
         },
     )
-    # The rest of the batch script is the user's own work, and runs in one allocation alone.
-    elected = allocation.end_code is not None and allocation.end_code != Exit.NO_RESTART
-    yield last, end, {useful if elected else Source.DRAINED: end - last}
+    # The rest of the batch script is the user's own work. It runs in one allocation only.
+    was_elected = allocation.end_code is not None and allocation.end_code != Exit.NO_RESTART
+    yield last, end, {useful if was_elected else Source.DRAINED: end - last}
 
 
 def _without_use(allocation: Allocation) -> Source:
@@ -197,13 +197,13 @@ def _clip(at: float, low: float, high: float) -> float:
 
 # -- money --------------------------------------------------------------------------------------------------------
 
-ELSE = "*"
-"""Stands for every partition that has no price of its own."""
+ANY_PARTITION = "*"
+"""Key of the price of every partition that has no price of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices per hour; both are added where a partition has both."""
+    """Prices per hour. A partition with both prices costs their sum."""
 
     node_hour: Mapping[str, float] = field(default_factory=dict)
     gpu_hour: Mapping[str, float] = field(default_factory=dict)
@@ -212,5 +212,5 @@ class Prices:
         return bool(self.node_hour or self.gpu_hour)
 
     def cost(self, partition: str, node_s: float, gpu_s: float) -> float:
-        each = ((self.node_hour, node_s), (self.gpu_hour, gpu_s))
-        return sum(table.get(partition, table.get(ELSE, 0.0)) * seconds for table, seconds in each) / 3600.0
+        prices = ((self.node_hour, node_s), (self.gpu_hour, gpu_s))
+        return sum(table.get(partition, table.get(ANY_PARTITION, 0.0)) * seconds for table, seconds in prices) / 3600.0

@@ -1,78 +1,79 @@
-"""What `fallow doctor --gpu` concludes from what the nodes of an allocation say of themselves. Pure."""
+"""The verdicts of `fallow doctor --gpu`, from facts that the nodes of an allocation report. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from fallow.core.checks.site import Check, Level, judged
+from fallow.core.checks.site import Check, Level, judge
 
 _POOR = 0.5
-"""Part of the expected bandwidth below which something is wrong."""
+"""Part of the expected bandwidth below which the check warns."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One node, as one of its workers sees it."""
+    """Facts of one node, from one of its workers."""
 
     node: str
     devices: list[str]
     "names of the GPUs; empty: torch sees none"
     rate_gbit_s: float
-    "what its network cards carry together; 0: not known"
-    says: dict[str, str]
-    "check -> what it found, in words"
+    "total rate of its network cards; 0: not known"
+    findings: dict[str, str]
+    "check -> finding in words"
     fixes: dict[str, str]
-    "check -> what to do, where something is missing"
+    "check -> what to do, if something is missing"
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """An all-reduce among all GPUs."""
+class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an all-reduce among all GPUs."""
 
     ranks: int
     size_bytes: int
     seconds: float
-    "of one"
+    "of one all-reduce"
 
     @property
     def bus_gb_s(self) -> float:
-        """Bus bandwidth: bytes/s that each GPU sends, whatever their number (nccl-tests, PERFORMANCE.md)."""
+        """Bus bandwidth in GB/s: what each GPU sends, whatever their number (nccl-tests, PERFORMANCE.md)."""
         return 2 * (self.ranks - 1) / self.ranks * self.size_bytes / self.seconds / 1e9
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What the nodes have found together."""
+class AllocationFacts(msgspec.Struct, frozen=True):
+    """Facts of all nodes of an allocation."""
 
     nodes: list[NodeFacts]
-    measured: Measured | None
-    "None: there is one GPU only"
+    measured: AllReduceTiming | None
+    "None: there is only one GPU"
 
 
-def verdicts(found: Found, fold: Callable[[Collection[str]], str]) -> list[Check]:
-    """All checks, in the order in which things depend on each other; `fold` writes names of nodes as Slurm does."""
-    nodes = found.nodes
+def verdicts(facts: AllocationFacts, fold: Callable[[Collection[str]], str]) -> list[Check]:
+    """All checks, each after the checks it depends on. Args: fold: writes node names as Slurm does."""
+    nodes = facts.nodes
 
-    def alike(name: str, said: Iterable[str], fix: str, level: Level = Level.WARN) -> Check:
-        """One line where all nodes say the same, of that `level` if there is a `fix`; else what each says."""
+    def alike(name: str, texts: Iterable[str], fix: str, level: Level = Level.WARN) -> Check:
+        """One text if all nodes say the same, of that `level` if there is a `fix`; else one text per group of nodes."""
         by_text: dict[str, list[str]] = {}
-        for one, text in zip(nodes, said, strict=True):
+        for one, text in zip(nodes, texts, strict=True):
             by_text.setdefault(text, []).append(one.node)
         if len(by_text) == 1:
-            return judged(name, next(iter(by_text)), fix, level)
-        shown = "; ".join(f"{fold(there)}: {text}" for text, there in by_text.items())
-        return Check(name, Level.WARN, shown, fix or "the nodes differ: reproducible=True may refuse some of them")
+            return judge(name, next(iter(by_text)), fix, level)
+        differences = "; ".join(f"{fold(node_names)}: {text}" for text, node_names in by_text.items())
+        differing = "the nodes differ: a run with reproducible=True may refuse some of them"
+        return Check(name, Level.WARN, differences, fix or differing)
 
     no_gpus = "" if any(one.devices for one in nodes) else "ask for GPUs: --gpus-per-node=N"
     checks = [alike("GPUs", map(_devices, nodes), no_gpus, Level.FAIL)]
-    for name in dict.fromkeys(name for one in nodes for name in one.says):
+    for name in dict.fromkeys(name for one in nodes for name in one.findings):
         fixes = (one.fixes[name] for one in nodes if name in one.fixes)
-        checks.append(alike(name, (one.says.get(name, "none") for one in nodes), next(fixes, "")))
-    return checks if found.measured is None else [*checks, _bandwidth(found.measured, nodes)]
+        checks.append(alike(name, (one.findings.get(name, "none") for one in nodes), next(fixes, "")))
+    return checks if facts.measured is None else [*checks, _bandwidth(facts.measured, nodes)]
 
 
-def _bandwidth(measured: Measured, nodes: Sequence[NodeFacts]) -> Check:
+def _bandwidth(measured: AllReduceTiming, nodes: Sequence[NodeFacts]) -> Check:
     """Compare with the bus bandwidth that the network allows each GPU.
 
-    A ring enters and leaves each node once, over all of its cards, so a GPU gets at most what the slowest node's cards
-    carry together.
+    A ring enters and leaves each node once, over all cards of the node. So a GPU gets at most the total rate of the
+    slowest node's cards.
     """
     text = (
         f"{measured.bus_gb_s:.3g} GB/s bus bandwidth ({measured.size_bytes / 2**20:.0f} MiB among {measured.ranks} on "
@@ -80,10 +81,10 @@ def _bandwidth(measured: Measured, nodes: Sequence[NodeFacts]) -> Check:
     )
     expected_gb_s = min(one.rate_gbit_s for one in nodes) / 8 if len(nodes) > 1 else 0.0
     if not expected_gb_s:
-        return judged("all-reduce", text)
-    fix = "see with NCCL_DEBUG=INFO which cards and paths are used; NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose them"
+        return judge("all-reduce", text)
+    fix = "NCCL_DEBUG=INFO shows the cards and paths in use; NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose the cards"
     text += f", the network cards allow {expected_gb_s:.3g} GB/s"
-    return judged("all-reduce", text, fix if measured.bus_gb_s < _POOR * expected_gb_s else "")
+    return judge("all-reduce", text, fix if measured.bus_gb_s < _POOR * expected_gb_s else "")
 
 
 def _devices(one: NodeFacts) -> str:

@@ -24,7 +24,7 @@ class Interface(NamedTuple):
 
 
 def head_address(candidates: Sequence[str]) -> str | None:
-    """The first candidate that other hosts may reach; else a loopback address; None: there is no candidate."""
+    """The first candidate that other hosts may reach, else a loopback address; None: no candidates."""
     reachable = [address for address in candidates if not is_loopback(address) and not _is_link_local(address)]
     return next(iter([*reachable, *candidates]), None)
 
@@ -32,10 +32,10 @@ def head_address(candidates: Sequence[str]) -> str | None:
 def data_address(
     interfaces: Sequence[Interface], towards_head: str, setting: DataNetwork, environ: Mapping[str, str]
 ) -> str:
-    """The address on which this member listens for the other members.
+    """The address on which this member listens for other members.
 
-    The job's own variables come before the configuration. Without either it is the address that leads to the head.
-    Where the head is reached over loopback, all members are on this host, and loopback is right.
+    The job's own variables override the configuration. Without both, it is the local address that leads to the head. If
+    the head is reached over loopback, all members are on this host, and loopback is right.
 
     Args:
         interfaces: of this host.
@@ -44,18 +44,18 @@ def data_address(
         environ: of the job.
 
     Raises:
-        FallowError: no interface is the one that was asked for.
+        FallowError: no interface matches the variables or the setting.
     """
     if is_loopback(towards_head):
         return towards_head
     if names := environ.get(GLOO):
-        wanted, found = f"{GLOO}={names}", [i for i in interfaces if i.name in _split(names)]
+        request, matches = f"{GLOO}={names}", [i for i in interfaces if i.name in _split(names)]
     elif pattern := environ.get(NCCL):
-        wanted, found = f"{NCCL}={pattern}", [i for i in interfaces if is_named(i.name, pattern)]
+        request, matches = f"{NCCL}={pattern}", [i for i in interfaces if is_named(i.name, pattern)]
     elif setting.interface or setting.subnet:
         texts = {"interface": setting.interface, "subnet": setting.subnet}
-        wanted = "[network] " + " and ".join(f"{key} = {text}" for key, text in texts.items() if text)
-        found = [
+        request = "[network] " + " and ".join(f"{key} = {text}" for key, text in texts.items() if text)
+        matches = [
             i
             for i in interfaces
             if (not setting.interface or is_named(i.name, setting.interface))
@@ -63,15 +63,16 @@ def data_address(
         ]
     else:
         return towards_head
-    addresses = [one.address for one in found if not _is_link_local(one.address)]
+    addresses = [one.address for one in matches if not _is_link_local(one.address)]
     if towards_head in addresses:
         return towards_head
-    same = [address for address in addresses if (":" in address) == (":" in towards_head)]
-    for address in [*same, *addresses]:
+    same_family = [address for address in addresses if (":" in address) == (":" in towards_head)]
+    for address in [*same_family, *addresses]:
         return address
-    there = ", ".join(f"{one.name} {one.address}" for one in interfaces) or "none"
+    available = ", ".join(f"{one.name} {one.address}" for one in interfaces) or "none"
     raise FallowError(
-        f"{wanted}: no network interface of this node fits; it has: {there}. Name one that all nodes have", Exit.CONFIG
+        f"{request}: no network interface of this node matches. Name one that all nodes have (here: {available})",
+        Exit.CONFIG,
     )
 
 
@@ -82,25 +83,25 @@ def is_named(name: str, pattern: str) -> bool:
     exact = words.startswith("=")
     names = _split(words.removeprefix("="))
     hit = name in names if exact else any(name.startswith(prefix) for prefix in names)
-    # What is left after an exclusion never is loopback: other nodes do not reach that.
+    # An exclusion never leaves loopback, because other nodes cannot reach it.
     return (not hit and name != "lo") if excludes else hit
 
 
 def port_range(text: str) -> range:
-    """The ports of `20000-20100`.
+    """The ports of a text like `20000-20100`.
 
     Raises:
-        ValueError: the text is no such range.
+        ValueError: the text is not a range of ports.
     """
     match = _PORTS.fullmatch(text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= 65535:
-        raise ValueError(f"{text!r} is no range of ports; write FIRST-LAST, for example 20000-20100")
+        raise ValueError(f"{text!r} is not a range of ports; write FIRST-LAST, for example 20000-20100")
     return range(first, last + 1)
 
 
 def is_loopback(address: str) -> bool:
-    """True for an address that no other host reaches."""
+    """True for an address that no other host can reach."""
     return ipaddress.ip_address(address).is_loopback
 
 

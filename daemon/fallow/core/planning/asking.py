@@ -104,7 +104,7 @@ class Caps:
     def may_wait(self, asker: Asker, besides: int = 0) -> bool:
         """May one more request wait in this name, besides so many? Its account or QOS may have been at a limit of
         late."""
-        room = self._backoff.room(asker, self._at)
+        room = self._backoff.request_limit(asker, self._at)
         return room is None or self._by_asker[asker] + besides < room
 
     def may_wait_ahead(self) -> bool:

@@ -205,19 +205,19 @@ class Learner:
             (run, text) of what is left alone from now on.
         """
         backoff = self.known.backoff
-        backoff.bound(now)
+        backoff.expire(now)
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         ours = {node for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None for node in a.nodes}
         self._count_fallen_idle(cluster, ours, partitions)
         before, self._holders = self._holders, {a.token: who for a, who in harvest if a.live and a.start_at is not None}
         # Where jobs of ours have ended, a limit of their account or QOS has room for as many again.
         for who, count in Counter(who for token, who in before.items() if token not in self._holders).items():
-            backoff.eased(who, now, count)
+            backoff.note_ended_jobs(who, now, count)
         # Those that began before this head did have been taken note of by the one before.
         begun = self._holders.keys() - before.keys() if self._polled_at < inf else set[str]()
         for a, asker in harvest:
             if a.token in begun:
-                backoff.started(asker, a.partition, now)
+                backoff.note_started(asker, a.partition, now)
             # A successor is ready early and joins when the node before it leaves.
             if a.start_at is not None and a.active_at is not None and a.active_at > self._polled_at and not a.replaces:
                 wait_s = None if a.ahead else a.start_at - a.requested_at

@@ -98,7 +98,7 @@ def learned(situation: Situation, eligibility: Eligibility, withdrawn: Sequence[
         if hole is None:
             continue
         if not hole.sure:
-            backoff.too_long(hole.partition, allocation.minutes or 1, at)
+            backoff.note_too_long(hole.partition, allocation.minutes or 1, at)
             continue
         run_class = situation.by_run[allocation.run].run_class
         declined.append((hole.node, hole.partition, run_class))

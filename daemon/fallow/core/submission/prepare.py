@@ -1,4 +1,4 @@
-"""`fallow submit` without doing it: what a command line, a script and an environment amount to."""
+"""The plan of a `fallow submit`: the meaning of a command line, a script and an environment. Nothing is submitted."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from fallow.model import Exit, FallowError, RunSpec
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """A submission, thought through. `spec.run` is empty until the head has named the run."""
+    """A checked submission. `spec.run` is empty until the head has named the run."""
 
     spec: RunSpec
     command: tuple[str, ...]
@@ -31,15 +31,15 @@ class Submission(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
     def options(self, token: str, exported: Mapping[str, str]) -> list[str]:
-        """sbatch's words before the script."""
+        """sbatch's arguments before the script, if sbatch sees the user's environment."""
         return sbatch.base_options(self.command, token=token, exported=exported, first=True)
 
     def all_options(self, token: str, exported: Mapping[str, str]) -> list[str]:
-        """sbatch's words where it does not see the user's environment."""
+        """sbatch's arguments before the script, if sbatch does not see the user's environment."""
         return sbatch.base_options(self.spec.sbatch_options, token=token, exported=exported, first=True)
 
-    def asked(self, name: str) -> bool:
-        """Return True if this option was given, wherever."""
+    def has_option(self, name: str) -> bool:
+        """Return True if the user gave this option: on the command line, in the script or in the environment."""
         return any(word.partition("=")[0] == f"--{name}" for word in self.spec.sbatch_options)
 
     @property
@@ -57,18 +57,22 @@ def plan(
     now: float,
     min_minutes: int = 2,
 ) -> Submission:
-    """Checks everything that can be checked without Slurm or a head; raises FallowError for what is wrong."""
+    """Plan a submission.
+
+    Raises:
+        FallowError: something is wrong that can be seen without Slurm and without a head.
+    """
     options = in_force(line.components, script.components, from_environment(environ))
     for component in options:
         refuse(component)
     fallow = dict(script.settings)
-    for text in line.given("fallow"):
+    for text in line.values_of("fallow"):
         fallow |= parse_settings(text, "--fallow")
-    low, high = run_limits(options, fallow.get("nodes"), ranged=any(map(is_range, line.given("nodes"))))
+    low, high = run_limits(options, fallow.get("nodes"), ranged=any(map(is_range, line.values_of("nodes"))))
     leader = options[0]
-    sized = any("nodes" in component for component in options)
+    has_size = any("nodes" in component for component in options)
     # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
-    nodes = "" if sized or "nodes" not in fallow or len(options) > 1 else str(low)
+    nodes = "" if has_size or "nodes" not in fallow or len(options) > 1 else str(low)
     size = [f"--nodes={nodes}"] if nodes else []
     base = component_nodes(leader)[0] if "nodes" in leader else low
     spec = RunSpec(
@@ -81,7 +85,7 @@ def plan(
         script=script.text,
         args=list(line.args),
         sbatch_options=[*canonical([each.values() for each in options]), *size],
-        harvest_options=sbatch.reaching_harvest(leader, base),
+        harvest_options=sbatch.inherited_options(leader, base),
         environment=sbatch.captured_environment(environ, text_of(leader, "export") if "export" in leader else "ALL"),
         cwd=_chdir(leader, cwd),
         umask=umask,
@@ -107,19 +111,21 @@ def _advice(spec: RunSpec, options: Sequence[InForce], script: BatchScript) -> l
         )
     if "fallow run" not in spec.script and "fallow.cli" not in spec.script:
         notes.append(f"{script.name} does not call `fallow run`; unless something it calls does, nothing will train")
-    if late := [word for word in spec.args if _OURS.fullmatch(word)]:
-        notes.append(f"{' '.join(late)} after {script.name} is for the script alone; options of ours stand before it")
+    if misplaced := [word for word in spec.args if _FALLOW_OPTION.fullmatch(word)]:
+        notes.append(
+            f"{' '.join(misplaced)} after {script.name} goes to the script; write Fallow's options before the script"
+        )
     if "nodelist" in options[0] or "nodefile" in options[0]:
-        notes.append("--nodelist holds for the base job alone; harvest jobs go to any suitable node")
+        notes.append("--nodelist applies to the base job only; harvest jobs run on any suitable node")
     return notes
 
 
-_OURS = re.compile(r"--dry-run|--fallow=.*|(--nodes=|-N)\d+:\d+")
+_FALLOW_OPTION = re.compile(r"--dry-run|--fallow=.*|(--nodes=|-N)\d+:\d+")
 """Words that only `fallow submit` understands."""
 
 
 def _chdir(leader: InForce, cwd: str) -> str:
     folder = text_of(leader, "chdir")
     if "\0" in folder:
-        raise FallowError("--chdir holds a NUL character", Exit.USAGE)
+        raise FallowError("--chdir contains a NUL character", Exit.USAGE)
     return folder if folder.startswith("/") else f"{cwd.rstrip('/')}/{folder}" if folder else cwd

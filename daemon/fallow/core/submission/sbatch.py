@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
-from fallow.core.submission.sbatch_line import Component, Given, InForce, canonical, number, split, text_of
+from fallow.core.submission.sbatch_line import Component, InForce, OptionUse, canonical, number, split, text_of
 from fallow.core.submission.sbatch_table import Reach
 from fallow.core.submission.script import parse_script
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
 HEAD_SETTINGS = "FALLOW_HEAD__"
-"""Beginning of variables for the head alone, such as the URL of a site's Redis with its password."""
+"""Prefix of variables for the head only, such as the URL of a site's Redis with its password."""
 
 STRIPPED = (
     HEAD_SETTINGS,
@@ -20,22 +20,22 @@ STRIPPED = (
     *("FALLOW_RUN", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_WORKER", "FALLOW_CHANNEL_FD"),
     "FALLOW_OUTPUT_PIPES",
 )
-"""Beginnings of variables that belong to a job or a submission and must not reach another one."""
+"""Prefixes of variables that belong to one job or submission and must not reach another one."""
 
 MEMORY = frozenset(("mem", "mem-per-cpu", "mem-per-gpu"))
-"""Options about memory; a job on a whole node gets all that the node has."""
+"""Options about memory. A job on a whole node gets all memory of the node."""
 
 LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TERM")
-"""What a harvest job gets of the environment where the user asked sbatch to export (nearly) nothing."""
+"""Variables that harvest jobs get even if the user's `--export` passes (nearly) nothing."""
 
 _ID = re.compile(ID_PATTERN)
 _PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 
-# -- what jobs are told -------------------------------------------------------------------------------------------
+# -- environment of the jobs --------------------------------------------------------------------------------------
 
 
 def job_environment(state: str, run: str, token: str, kind: AllocationKind) -> dict[str, str]:
-    """What `fallow run` reads in the allocation. No secret is among it: `sacct` shows command lines to all."""
+    """Variables that `fallow run` reads in the allocation. No secrets: `sacct` shows command lines to everybody."""
     _check_id(run, "run")
     _check_id(token, "token")
     return {
@@ -47,59 +47,59 @@ def job_environment(state: str, run: str, token: str, kind: AllocationKind) -> d
 
 
 def captured_environment(environ: Mapping[str, str], export: str = "ALL") -> dict[str, str]:
-    """The user's environment as harvest jobs get it; `export` is what `--export` said for the base job."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(STRIPPED)}
+    """The user's environment for harvest jobs. Args: export: value of the base job's `--export`."""
+    captured = {name: value for name, value in environ.items() if not name.startswith(STRIPPED)}
     words = [word.partition("=") for word in export.split(",")]
     if words[0][0].upper() != "ALL":
         named = {name for name, _, _ in words if name.upper() not in ("NONE", "NIL")}
-        kept = {name: value for name, value in kept.items() if name in named or name in LOGIN_VARIABLES}
-    kept |= {name: value for name, equals, value in words if equals}
+        captured = {name: value for name, value in captured.items() if name in named or name in LOGIN_VARIABLES}
+    captured |= {name: value for name, equals, value in words if equals}
     if "SLURM_CONF" in environ:
-        # The one Slurm variable that says which cluster is meant.
-        kept["SLURM_CONF"] = environ["SLURM_CONF"]
-    return kept
+        # The only Slurm variable that names the cluster.
+        captured["SLURM_CONF"] = environ["SLURM_CONF"]
+    return captured
 
 
 # -- harvest jobs -------------------------------------------------------------------------------------------------
 
 
-def reaching_harvest(options: InForce, nodes: int) -> list[str]:
-    """The base job's options that harvest jobs get too, for one node each.
+def inherited_options(options: InForce, nodes: int) -> list[str]:
+    """The base job's options that harvest jobs inherit, for one node each.
 
     Args:
         options: in force for the base job, or for one component of it.
         nodes: number of nodes of that job or component.
     """
-    kept = [given.canonical for given in options.values() if given.option.reach in (Reach.KEPT, Reach.SHAPE)]
+    words = [use.canonical for use in options.values() if use.option.reach in (Reach.KEPT, Reach.SHAPE)]
     tasks = max(number(options, "ntasks-per-node") or -(-(number(options, "ntasks") or nodes) // nodes), 1)
     per_task = [entry for entry in text_of(options, "tres-per-task").split(",") if entry]
-    gpus = _counted(options, "gpus-per-node") or _gpus(text_of(options, "gres").split(","))
+    gpus = _gpu_counts(options, "gpus-per-node") or _gpus(text_of(options, "gres").split(","))
     if not gpus and (gpus := _gpus_per_node(options, nodes, tasks, per_task)):
         named = ",".join(f"{kind}:{count}" if kind else str(count) for kind, count in gpus.items())
-        kept.append(f"--gpus-per-node={named}")
+        words.append(f"--gpus-per-node={named}")
     if (per_gpu := number(options, "ntasks-per-gpu")) and gpus:
         tasks = per_gpu * sum(gpus.values())
     if tasks > 1:
-        kept.append(f"--ntasks-per-node={tasks}")
-    kept += [f"--cpus-per-task={match[1]}" for entry in per_task if (match := _TRES_CPU.fullmatch(entry))]
-    if others := [entry for entry in per_task if not _TRES_CPU.fullmatch(entry) and not _gpus([entry])]:
-        kept.append(f"--tres-per-task={','.join(others)}")
+        words.append(f"--ntasks-per-node={tasks}")
+    words += [f"--cpus-per-task={match[1]}" for entry in per_task if (match := _TRES_CPU.fullmatch(entry))]
+    if other_tres := [entry for entry in per_task if not _TRES_CPU.fullmatch(entry) and not _gpus([entry])]:
+        words.append(f"--tres-per-task={','.join(other_tres)}")
     if "exclusive" in options:
-        kept.append(options["exclusive"].canonical)
+        words.append(options["exclusive"].canonical)
     exported = text_of(options, "export").split(",")[0].upper()
     if "export" in options and exported not in ("ALL", "NIL") and "get-user-env" not in options:
         # sbatch then loads the login environment on the node; harvest jobs export ALL, so they must ask for it.
-        kept.append("--get-user-env")
-    return kept
+        words.append("--get-user-env")
+    return words
 
 
 def _gpus_per_node(options: InForce, nodes: int, tasks: int, per_task: Sequence[str]) -> dict[str, int]:
-    """GPUs of one node, by type, where the base job counts them for the whole job, a task or a socket."""
-    if gpus := _counted(options, "gpus"):
+    """GPUs of one node by type, if the base job counts GPUs per job, task or socket."""
+    if gpus := _gpu_counts(options, "gpus"):
         return {kind: max(count // nodes, min(count, 1)) for kind, count in gpus.items()}
-    if gpus := _counted(options, "gpus-per-task"):
+    if gpus := _gpu_counts(options, "gpus-per-task"):
         return {kind: count * tasks for kind, count in gpus.items()}
-    if gpus := _counted(options, "gpus-per-socket"):
+    if gpus := _gpu_counts(options, "gpus-per-socket"):
         layout = text_of(options, "extra-node-info").partition(":")[0]
         sockets = number(options, "sockets-per-node") or (int(layout) if layout.isdecimal() else 1)
         return {kind: count * sockets for kind, count in gpus.items()}
@@ -112,11 +112,11 @@ _GPU = re.compile(r"(?:gres[/:])?gpu(?::(?P<type>(?!\d+$)[^:=]+))?(?:[:=](?P<cou
 
 
 def _gpus(entries: Iterable[str]) -> dict[str, int]:
-    found = [match for entry in entries if (match := _GPU.fullmatch(entry))]
-    return {match["type"] or "": int(match["count"] or 1) for match in found}
+    matches = [match for entry in entries if (match := _GPU.fullmatch(entry))]
+    return {match["type"] or "": int(match["count"] or 1) for match in matches}
 
 
-def _counted(options: InForce, name: str) -> dict[str, int]:
+def _gpu_counts(options: InForce, name: str) -> dict[str, int]:
     """Value of an option that counts GPUs: `8`, `a100:4,v100:2`."""
     return _gpus(f"gpu:{entry}" for entry in text_of(options, name).split(",") if entry)
 
@@ -132,30 +132,31 @@ def harvest_options(
     account: str = "",
     barred: Sequence[str] = (),
     part: Part | None = None,
-    hurried: bool = False,
+    has_normal_priority: bool = False,
 ) -> list[str]:
-    """sbatch options of one harvest job. `output` may hold sbatch's own patterns (`%j`).
+    """sbatch options of one harvest job.
 
-    The job takes as much of one node as the base job takes of each of its nodes: a whole node only where the base job
-    is exclusive, else the GPUs, CPUs and memory that it asks for. `part` says otherwise for a node that others use.
-    The job never outlives its hole, is never requeued, and gives way to everybody else's pending jobs. Its name is the
-    token, by which it is found again when sbatch's answer was lost.
+    On its node the job takes what the base job takes of each node: the whole node only if the base job is exclusive,
+    else the same GPUs, CPUs and memory. `part` replaces this share on a node that other jobs use. The job never
+    outlives its hole, is never requeued, and other users' pending jobs come first. Its name is the token, so that the
+    head finds the job again if sbatch's answer was lost.
 
     Args:
-        spec, token, partition, minutes, output, nice: what the names say.
-        qos, account: instead of the base job's; empty: those.
-        barred: node lists that it must not take.
-        part: GPUs of a node that other jobs use too.
-        hurried: it is asked for with normal priority, so other heads give way to it as to any job.
+        spec, token, partition, minutes, nice: of the job.
+        output: may hold sbatch's own patterns (`%j`).
+        qos, account: instead of the base job's; empty: the base job's.
+        barred: node lists that the job must not use.
+        part: share of a node that other jobs use too.
+        has_normal_priority: True if other heads give way to this request as to any job.
     """
     _check_id(token, "token")
     if not _PARTITION.fullmatch(partition):
-        raise FallowError(f"{partition[:64]!r} is no partition name; check [harvest] partitions", Exit.CONFIG)
+        raise FallowError(f"{partition[:64]!r} is not a partition name; check [harvest] partitions", Exit.CONFIG)
     if minutes < 1:
         raise FallowError(f"a harvest job of {minutes} minutes; at least 1 is needed", Exit.SOFTWARE)
-    whole = part is None and takes_whole_nodes(spec)
-    shape = _part(part) if part is not None else {"exclusive": None, "mem": "0"} if whole else {}
-    own = {
+    is_whole_node = part is None and takes_whole_nodes(spec)
+    shape = _part(part) if part is not None else {"exclusive": None, "mem": "0"} if is_whole_node else {}
+    settings = {
         "export": "ALL",
         "propagate": "NONE",
         "ignore-pbs": None,
@@ -167,64 +168,66 @@ def harvest_options(
         "output": output,
         "chdir": spec.cwd or "/",
         "job-name": token,
-        "comment": token if hurried else f"{token} {PICKS_UP}",
+        "comment": token if has_normal_priority else f"{token} {PICKS_UP}",
         "time": str(minutes),
         "partition": partition,
         **shape,
     }
-    own |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
-    words = [Given(name, value).canonical for name, value in own.items()]
+    settings |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
+    words = [OptionUse(name, value).canonical for name, value in settings.items()]
     for word in spec.harvest_options:
         name = word.removeprefix("--").partition("=")[0]
-        is_wanted = Given(name).option.reach is Reach.KEPT if part is not None else not whole or name not in MEMORY
-        if name not in own and is_wanted:
+        is_wanted = (
+            OptionUse(name).option.reach is Reach.KEPT if part is not None else not is_whole_node or name not in MEMORY
+        )
+        if name not in settings and is_wanted:
             words.append(word)
-    words = _without(words, barred)
+    words = _with_excluded(words, barred)
     for word in words:
         if "\0" in word or "\n" in word:
-            raise FallowError(f"the sbatch option {word[:64]!r} holds a line end or NUL", Exit.DATA)
+            raise FallowError(f"the sbatch option {word[:64]!r} contains a line end or a NUL character", Exit.DATA)
     return words
 
 
 def takes_whole_nodes(spec: RunSpec) -> bool:
-    """Return True if the base job's nodes run no other job, because its owner said so (`--exclusive`)."""
+    """Return True if the base job's nodes run no other job because the user asked for that (`--exclusive`)."""
     return spec.harvest_given.get("exclusive", "shared") in ("", "node", "topo")
 
 
 def _part(part: Part) -> dict[str, str | None]:
     gpus = f"{part.gpu_type}:{part.gpus}" if part.gpu_type else str(part.gpus)
     memory = {"mem": f"{part.memory_mb}M"} if part.memory_mb else {}
-    one: dict[str, str | None] = {
+    options: dict[str, str | None] = {
         "ntasks": "1",
         "cpus-per-task": str(part.cpus),
         "gpus-per-node": gpus,
         "nodelist": part.node,
     }
-    return one | memory
+    return options | memory
 
 
 # -- the base job -------------------------------------------------------------------------------------------------
 
 
 COMPLETED = ("comment", "export", "requeue", "no-requeue")
-"""What `base_options` adds to or replaces, and so must know wherever it was given."""
+"""Options that `base_options` extends or replaces, so it must know them wherever the user gave them."""
 
 
 def first_options(command: Sequence[Component], in_force: Sequence[InForce]) -> list[str]:
-    """sbatch options of a base job's first submission: the user's command line as it is, for `base_options`.
+    """sbatch options of a base job's first submission: the user's command line, for `base_options`.
 
-    sbatch reads the script and its own environment beside them. On the command line, an option of the environment
-    would no longer give way to those of the script that rule it out (`--mem` and `--mem-per-cpu`).
+    sbatch itself reads the script and the environment as well. An option of the environment is not copied to the
+    command line: there it would override options of the script that exclude it (`--mem` and `--mem-per-cpu`).
 
     Args:
         command: components of the command line; the last one also serves further components of the script.
         in_force: see `sbatch_line.in_force`.
     """
-    components: list[list[Given]] = []
+    components: list[list[OptionUse]] = []
     for index, options in enumerate(in_force):
-        given = command[min(index, len(command) - 1)]
-        completed = [options[name] for name in COMPLETED if name in options and options[name] not in given]
-        components.append([*completed, *given])
+        uses = command[min(index, len(command) - 1)]
+        additions = [options[name] for name in COMPLETED if name in options and options[name] not in uses]
+        components.append([*additions, *uses])
     return canonical(components)
 
 
@@ -237,73 +240,73 @@ def base_options(
     first: bool = False,
     by_script: Collection[str] = (),
 ) -> list[str]:
-    """sbatch options of a base job: the user's own, and what makes it part of its run.
+    """sbatch options of a base job: the user's own, then those that make the job part of its run.
 
-    Ours come last in every component, so they hold. Each component says those that stay in force for the whole job: on
-    a command line what a later one alone says would hold for earlier ones, too.
+    Fallow's options come last in every component, so they win. Each component repeats the options that stay in force
+    for the whole job: on a command line, an option of a later component would hold for earlier components too.
 
     Args:
-        options: of the user, from `first_options`; or `RunSpec.sbatch_options`: all that are in force.
+        options: the user's options, from `first_options`, or all that are in force, from `RunSpec.sbatch_options`.
         token: of the allocation.
         exported: variables that the job must get.
-        barred: node lists that it must not take.
-        first: False: the head submits the job again, so what meant the first submission does not count.
-        by_script: names of options that its script says.
+        barred: node lists that the job must not use.
+        first: False if the head submits the job again: options about the first submission are dropped.
+        by_script: names of options that the job's script gives.
     """
     _check_id(token, "token")
     words: list[str] = []
     components = split(options).components
-    exports = any(given.name == "export" for component in components for given in component)
+    exports = any(use.name == "export" for component in components for use in component)
     for index, component in enumerate(components):
-        in_force = {given.name: given for given in component}
+        in_force = {use.name: use for use in component}
         if exports:
-            in_force.setdefault("export", Given("export", "ALL"))
+            in_force.setdefault("export", OptionUse("export", "ALL"))
         words.extend([":"] if index else [])
-        passed_on = (given for given in component if _is_passed_on(given, first=first) and given.name not in by_script)
-        words.extend(_without([given.canonical for given in passed_on], barred))
-        words.extend(_joining(in_force, token, exported))
+        passed_on = (use for use in component if _is_passed_on(use, first=first) and use.name not in by_script)
+        words.extend(_with_excluded([use.canonical for use in passed_on], barred))
+        words.extend(_run_options(in_force, token, exported))
     return words
 
 
-def said_later(spec: RunSpec, barred: Sequence[str] = ()) -> frozenset[str]:
-    """Names of the options that stay in the script of a base job that is submitted again.
+def script_options(spec: RunSpec, barred: Sequence[str] = ()) -> frozenset[str]:
+    """Names of the options that stay in the script of a base job that the head submits again.
 
-    They are about the whole job, and later components of a heterogeneous job say them in the script, but the first one
-    does not: on a command line they would hold for that one, too (`sbatch_line.in_force`).
+    They are options about the whole job that later components of a heterogeneous job give in the script, and the first
+    component does not. On a command line they would hold for the first component too (`sbatch_line.in_force`).
 
     Args:
         spec: of the run.
         barred: see `base_options`.
     """
-    leader, *others = split(spec.sbatch_options).components
-    said = {given.name for given in leader} | {"job-name", *COMPLETED} | ({"exclude"} if barred else set())
-    header = parse_script(spec.script, spec.name).components if others else ()
-    pairs = ((given, in_force) for own, in_force in zip(header[1:], others, strict=False) for given in own)
-    later = (given for given, in_force in pairs if given in in_force and given.option.sticky)
-    return frozenset(g.name for g in later if g.name not in said and g.option.reach is not Reach.FIRST)
+    leader, *later_components = split(spec.sbatch_options).components
+    leader_names = {use.name for use in leader} | {"job-name", *COMPLETED} | ({"exclude"} if barred else set())
+    header = parse_script(spec.script, spec.name).components if later_components else ()
+    pairs = ((use, in_force) for own, in_force in zip(header[1:], later_components, strict=False) for use in own)
+    later = (use for use, in_force in pairs if use in in_force and use.option.sticky)
+    return frozenset(g.name for g in later if g.name not in leader_names and g.option.reach is not Reach.FIRST)
 
 
-def _is_passed_on(given: Given, *, first: bool) -> bool:
-    """Return False for what `_joining` replaces, and for what sbatch must not see."""
-    if given.option.reach is Reach.FIRST:
-        return first and given.name not in ("parsable", "quiet")
-    return given.name not in ("comment", "export")
+def _is_passed_on(use: OptionUse, *, first: bool) -> bool:
+    """Return False for options that `_joining` replaces, and for options that sbatch must not see."""
+    if use.option.reach is Reach.FIRST:
+        return first and use.name not in ("parsable", "quiet")
+    return use.name not in ("comment", "export")
 
 
-def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
-    """The options of one (component of a) job, with these nodes excluded besides those that the user excluded."""
+def _with_excluded(words: Sequence[str], barred: Sequence[str]) -> list[str]:
+    """The options of one job or component, with `barred` added to the nodes that the user excluded."""
     if not barred:
         return list(words)
-    given = [word.partition("=")[2] for word in words if word.startswith("--exclude=")]
-    rest = [word for word in words if not word.startswith("--exclude=")]
-    return [*rest, "--exclude=" + ",".join([*given[-1:], *barred])]
+    excluded = [word.partition("=")[2] for word in words if word.startswith("--exclude=")]
+    other_words = [word for word in words if not word.startswith("--exclude=")]
+    return [*other_words, "--exclude=" + ",".join([*excluded[-1:], *barred])]
 
 
-def _joining(options: InForce, token: str, variables: Mapping[str, str]) -> list[str]:
+def _run_options(options: InForce, token: str, variables: Mapping[str, str]) -> list[str]:
     comment = text_of(options, "comment")
     words = [f"--comment={comment} {token}" if comment else f"--comment={token}"]
     if "requeue" not in options and "no-requeue" not in options:
-        # A run outlives its base job; a restarted one would only train the same run from a worse place.
+        # A run outlives its base job. A requeued base job would train the same run from an older state.
         words.append("--no-requeue")
     if "export" in options:
         # Our variables by name; sbatch takes the values from its environment.
@@ -316,4 +319,4 @@ def _joining(options: InForce, token: str, variables: Mapping[str, str]) -> list
 
 def _check_id(text: str, what: str) -> None:
     if not _ID.fullmatch(text):
-        raise FallowError(f"{text[:64]!r} is no {what}: {ID_PATTERN}", Exit.SOFTWARE)
+        raise FallowError(f"{text[:64]!r} is not a valid {what}: {ID_PATTERN}", Exit.SOFTWARE)

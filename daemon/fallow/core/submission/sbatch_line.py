@@ -1,4 +1,4 @@
-"""Splitting an sbatch command line the way sbatch does, and saying what it means for a run."""
+"""Split an sbatch command line as sbatch does, and say what it means for a run."""
 
 import difflib
 import re
@@ -11,8 +11,8 @@ from fallow.core.submission.sbatch_table import BY_LONG, BY_SHORT, OPTIONS, Opti
 from fallow.model import Exit, FallowError, RunSpec
 
 
-class Given(msgspec.Struct, frozen=True):
-    """One option as it was given. `value` is None for a flag or where an optional value was left out."""
+class OptionUse(msgspec.Struct, frozen=True):
+    """One use of an option. `value` is None for a flag, or if an optional value was omitted."""
 
     name: str
     value: str | None = None
@@ -24,15 +24,15 @@ class Given(msgspec.Struct, frozen=True):
 
     @property
     def option(self) -> Option:
-        """Its row in the table; an option that is not there is a site plugin's (see `_find`)."""
+        """The option's row in the table. An option without a row is a site plugin's (see `_find`)."""
         return BY_LONG.get(self.name) or _plugin(self.name)
 
 
-Component = tuple[Given, ...]
+Component = tuple[OptionUse, ...]
 """The options of one job, or of one component of a heterogeneous job."""
 
-InForce = Mapping[str, Given]
-"""The options that hold for one component, by their names."""
+InForce = Mapping[str, OptionUse]
+"""The options that hold for one component, by name."""
 
 
 class CommandLine(msgspec.Struct, frozen=True):
@@ -40,20 +40,20 @@ class CommandLine(msgspec.Struct, frozen=True):
     script: str | None
     args: tuple[str, ...]
 
-    def given(self, name: str) -> list[str]:
-        """The values of an option, in whatever component and order; empty for a flag."""
-        return [given.value or "" for part in self.components for given in part if given.name == name]
+    def values_of(self, name: str) -> list[str]:
+        """Values of an option in all components, in order; "" for a flag."""
+        return [use.value or "" for part in self.components for use in part if use.name == name]
 
 
 # -- splitting ----------------------------------------------------------------------------------------------------
 
 
 def split(argv: Sequence[str]) -> CommandLine:
-    """`(options, script, args)` as sbatch has them: the first word that is no option is the script.
+    """`(options, script, args)` as sbatch splits them: the first word that is no option is the script.
 
-    `:` separates the components of a heterogeneous job; sbatch drops it wherever it stands, and so do we.
+    `:` separates the components of a heterogeneous job. sbatch ignores any further `:`, and so do we.
     """
-    components: list[list[Given]] = [[]]
+    components: list[list[OptionUse]] = [[]]
     words = deque(argv)
     while words and (words[0] == ":" or (words[0].startswith("-") and words[0] != "-")):
         word = words.popleft()
@@ -63,40 +63,40 @@ def split(argv: Sequence[str]) -> CommandLine:
             components.append([])
         else:
             components[-1] += [_long(word, words)] if word.startswith("--") else _letters(word, words)
-    rest = [word for word in words if word != ":"]
-    return CommandLine(tuple(map(tuple, components)), rest[0] if rest else None, tuple(rest[1:]))
+    arguments = [word for word in words if word != ":"]
+    return CommandLine(tuple(map(tuple, components)), arguments[0] if arguments else None, tuple(arguments[1:]))
 
 
 def parse_options(words: Sequence[str], where: str) -> Component:
-    """Options alone, e.g. of a `#SBATCH` line; a word that is none is refused as sbatch does."""
+    """Read options only, e.g. of a `#SBATCH` line. Any other word is an error, as in sbatch."""
     try:
         line = split(words)
     except FallowError as error:
         raise FallowError(f"{where}: {error.message}", error.code) from error
     if line.script is not None:
-        raise FallowError(f"{where}: {line.script!r} is no sbatch option", Exit.DATA)
-    for given in line.components[0]:
-        if given.option.reach is Reach.OWN:
-            raise FallowError(f"{where}: sbatch does not know --{given.name}; write a #FALLOW line", Exit.DATA)
-        if given.name == "nodes" and is_range(given.value or ""):
-            text = f"{where}: sbatch does not know --nodes={given.value}; write `#FALLOW nodes={given.value}`"
+        raise FallowError(f"{where}: {line.script!r} is not an sbatch option", Exit.DATA)
+    for use in line.components[0]:
+        if use.option.reach is Reach.OWN:
+            raise FallowError(f"{where}: sbatch does not know --{use.name}; write a #FALLOW line", Exit.DATA)
+        if use.name == "nodes" and is_range(use.value or ""):
+            text = f"{where}: sbatch does not know --nodes={use.value}; write `#FALLOW nodes={use.value}`"
             raise FallowError(text, Exit.DATA)
     return line.components[0]
 
 
-def _long(word: str, following: deque[str]) -> Given:
+def _long(word: str, following: deque[str]) -> OptionUse:
     name, equals, value = word[2:].partition("=")
     option = _find(name, bool(equals))
     if equals and option.value is Value.NONE:
         raise _usage(f"--{option.long} takes no value, {word!r} gives one")
     if equals or option.value is not Value.REQUIRED:
-        return Given(option.long, value if equals else None)
-    return Given(option.long, _next(option, f"--{option.long}", following))
+        return OptionUse(option.long, value if equals else None)
+    return OptionUse(option.long, _next(option, f"--{option.long}", following))
 
 
-def _letters(word: str, following: deque[str]) -> list[Given]:
+def _letters(word: str, following: deque[str]) -> list[OptionUse]:
     """`-N2`, `-N 2`, `-Hvv`, `-HN2`: letters up to the first one that takes a value; the rest is the value."""
-    given: list[Given] = []
+    uses: list[OptionUse] = []
     for place, letter in enumerate(word[1:], 2):
         option = BY_SHORT.get(letter)
         if option is None:
@@ -105,22 +105,22 @@ def _letters(word: str, following: deque[str]) -> list[Given]:
             value = word[place:] or None
             if value is None and option.value is Value.REQUIRED:
                 value = _next(option, f"-{letter}", following)
-            return [*given, Given(option.long, value)]
-        given.append(Given(option.long))
-    return given
+            return [*uses, OptionUse(option.long, value)]
+        uses.append(OptionUse(option.long))
+    return uses
 
 
-def _next(option: Option, shown: str, following: deque[str]) -> str:
+def _next(option: Option, spelling: str, following: deque[str]) -> str:
     if not following or following[0] == ":":
-        raise _usage(f"{shown} needs a value, e.g. --{option.long}=…")
+        raise _usage(f"{spelling} needs a value, e.g. --{option.long}=…")
     return following.popleft()
 
 
 def _find(name: str, with_value: bool) -> Option:
-    """By its name or an unambiguous beginning of it, as getopt_long allows.
+    """Find an option by its name or an unambiguous prefix, as getopt_long does.
 
-    Sites add options with plugins (SPANK). Only in the form `--name=value` is it certain where the value ends,
-    so that is the form in which they are let through.
+    Site plugins (SPANK) add options. Only in the form `--name=value` is it certain where the value ends, so only this
+    form of an unknown option is accepted.
     """
     if name in BY_LONG:
         return BY_LONG[name]
@@ -143,12 +143,12 @@ def _plugin(name: str) -> Option:
     return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="")
 
 
-# -- what is in force ---------------------------------------------------------------------------------------------
+# -- options in force ---------------------------------------------------------------------------------------------
 
 
 def from_environment(environ: Mapping[str, str]) -> Component:
     """The options that sbatch takes from its environment: `SBATCH_ACCOUNT` and so on, and `SLURM_CLUSTERS`."""
-    found: list[Given] = []
+    uses: list[OptionUse] = []
     for option in OPTIONS:
         value = environ.get(f"SBATCH_{option.variable}") if option.variable else None
         if option.long == "clusters":
@@ -157,51 +157,53 @@ def from_environment(environ: Mapping[str, str]) -> Component:
             continue
         if option.value is Value.NONE or (option.long == "requeue" and value.lower() != "expedite"):
             if _FLAG.fullmatch(value):
-                found.append(Given(option.long))
+                uses.append(OptionUse(option.long))
         elif value or option.value is Value.OPTIONAL:
-            found.append(Given(option.long, value or None))
-    return tuple(found)
+            uses.append(OptionUse(option.long, value or None))
+    return tuple(uses)
 
 
 _FLAG = re.compile(r"|yes|0*[1-9][0-9]*", re.IGNORECASE)
-"""Values that set a flag in sbatch's environment; with any other it is unset (`slurm_process_option`).
+"""Values that set a flag in sbatch's environment; any other value unsets it (`slurm_process_option`).
 
-`--requeue` is a flag in Slurm 22.05, and takes `expedite` alone in later versions."""
+`--requeue` is a flag in Slurm 22.05; later versions accept only `expedite`.
+"""
 
 _ALTERNATIVES = (
     frozenset(("mem", "mem-per-cpu", "mem-per-gpu")),
     frozenset(("cpus-per-task", "cpus-per-gpu")),
     frozenset(("core-spec", "thread-spec")),
 )
-"""Options that sbatch does not take together. One from its environment gives way to one that is given."""
+"""Options that sbatch does not accept together. An option of the environment gives way to an option that is given."""
 
 _OPPOSITES = {"requeue": "no-requeue", "exclusive": "oversubscribe"}
 _OPPOSITES |= {second: first for first, second in _OPPOSITES.items()}
-"""The later one of such a pair wins in sbatch; both together would be a contradiction in a new submission."""
+"""Pairs of which sbatch takes the later one. A new submission must not contain both."""
 
 
 def in_force(
     command: Sequence[Component], header: Sequence[Component], environment: Component = ()
-) -> tuple[dict[str, Given], ...]:
-    """Per component, the options that hold: command line over environment over script, later over earlier.
+) -> tuple[dict[str, OptionUse], ...]:
+    """Options that hold for each component: command line over environment over script, later over earlier.
 
-    As in sbatch, the last component on the command line also serves further components of the script, and
-    options about the job as a whole stay in force for later components. Those of the command line hold for earlier
-    ones as well, which say nothing else (seen with 22.05 and 25.11). These and what the environment says give way where
-    the script or the component's own part of the command line says something that rules them out, and what the
-    environment says also where another component does.
+    Rules of sbatch (seen with 22.05 and 25.11):
+    - The last component of the command line also serves further components of the script.
+    - Options about the job as a whole (`Option.sticky`) stay in force for later components. From the command line they
+      also hold for earlier components that do not give them.
+    - The latter, and options of the environment, give way if the script or the component's own part of the command line
+      excludes them. Options of the environment also give way if another component excludes them.
     """
-    result: list[dict[str, Given]] = []
-    options = {given.name: given for part in command for given in part} if len(command) > 1 else {}
+    result: list[dict[str, OptionUse]] = []
+    options = {use.name: use for part in command for use in part} if len(command) > 1 else {}
     for index in range(max(len(command), len(header))):
-        options = {key: given for key, given in options.items() if given.option.sticky}
-        own, told = header[index] if index < len(header) else (), command[min(index, len(command) - 1)]
-        for given in (*own, *environment, *told):
-            options[given.canonical if given.option.adds_up else given.name] = given
-            options.pop(_OPPOSITES.get(given.name, ""), None)
+        options = {key: use for key, use in options.items() if use.option.sticky}
+        script_uses, command_uses = header[index] if index < len(header) else (), command[min(index, len(command) - 1)]
+        for use in (*script_uses, *environment, *command_uses):
+            options[use.canonical if use.option.adds_up else use.name] = use
+            options.pop(_OPPOSITES.get(use.name, ""), None)
         for group in _ALTERNATIVES:
             rivals = group & options.keys()
-            weaker = {name for name in rivals if options[name] not in (*own, *told)}
+            weaker = {name for name in rivals if options[name] not in (*script_uses, *command_uses)}
             if weaker == rivals:
                 weaker = {name for name in rivals if options[name] in environment}
             if weaker != rivals:
@@ -211,21 +213,21 @@ def in_force(
     return tuple(result)
 
 
-def canonical(components: Sequence[Iterable[Given]]) -> list[str]:
-    """One flat list as sbatch takes it; components are separated by `:`, `--nodes=MIN:MAX` has become MIN."""
+def canonical(components: Sequence[Iterable[OptionUse]]) -> list[str]:
+    """One flat list for sbatch: `:` separates components, and `--nodes=MIN:MAX` becomes MIN."""
     words: list[str] = []
     for index, component in enumerate(components):
         words.extend([":"] if index else [])
-        for given in component:
-            if given.name == "nodes" and is_range(given.value or ""):
-                words.append(f"--nodes={parse_nodes(given.value or '')[0]}")
-            elif given.option.reach is not Reach.OWN:
-                words.append(given.canonical)
+        for use in component:
+            if use.name == "nodes" and is_range(use.value or ""):
+                words.append(f"--nodes={parse_nodes(use.value or '')[0]}")
+            elif use.option.reach is not Reach.OWN:
+                words.append(use.canonical)
     return words
 
 
 def refuse(options: InForce) -> None:
-    """Raises for what cannot be part of a run, with what to do instead."""
+    """Raise FallowError for an option that cannot be part of a run, and name the alternative."""
     for name in options:
         if name in _REFUSALS:
             raise _usage(f"--{name} cannot be used for a run: {_REFUSALS[name]}")
@@ -244,12 +246,12 @@ _REFUSALS = {
 
 
 def text_of(options: InForce, name: str) -> str:
-    """Value of an option; empty: it was not given, or has none."""
+    """Value of an option; empty: not given, or without a value."""
     return (options[name].value or "") if name in options else ""
 
 
 def number(options: InForce, name: str) -> int:
-    """Value of an option; 0: it was not given, or is no number."""
+    """Value of an option; 0: not given, or no number."""
     text = text_of(options, name)
     return int(text) if text.isdecimal() else 0
 
@@ -271,35 +273,35 @@ def is_range(text: str) -> bool:
 
 def parse_nodes(text: str, where: str = "--nodes") -> tuple[int, int]:
     """Minimum and maximum of `MIN:MAX` (Fallow's), or of sbatch's own `N`, `MIN-MAX` and size lists."""
-    shown = f"{where}={text[:64]}"
+    setting = f"{where}={text[:64]}"
     if is_range(text):
         parts = [text.split(":")]
     elif _SIZES.fullmatch(text):
         parts = [size.partition(":")[0].split("-") for size in text.split(",")]
     else:
-        raise _usage(f"{shown}: give MIN:MAX for a run that grows and shrinks, e.g. {where}=1:8")
+        raise _usage(f"{setting}: give MIN:MAX for a run that grows and shrinks, e.g. {where}=1:8")
     ranges = [(_nodes(part[0]), _nodes(part[-1])) for part in parts]
     low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
     if high > MAX_NODES:
-        raise _usage(f"{shown}: more than {MAX_NODES} nodes")
+        raise _usage(f"{setting}: more than {MAX_NODES} nodes")
     if low < 1:
-        raise _usage(f"{shown}: a run needs at least one node, e.g. {where}=1:{max(high, 1)}")
+        raise _usage(f"{setting}: a run needs at least one node, e.g. {where}=1:{max(high, 1)}")
     if any(first > last for first, last in ranges):
-        raise _usage(f"{shown}: the minimum is above the maximum; did you mean {where}={high}:{low}?")
+        raise _usage(f"{setting}: the minimum is above the maximum; did you mean {where}={high}:{low}?")
     return low, high
 
 
 def _nodes(text: str) -> int:
-    """`2k`. Python refuses to read thousands of digits."""
+    """`2k` as a number. Python refuses to read thousands of digits."""
     digits = text.rstrip("kKmM")
     return int(digits[:18]) * {"k": 1024, "m": 1024 * 1024}.get(text[len(digits) :].lower(), 1)
 
 
 def run_limits(components: Sequence[InForce], fallow_nodes: str | None, ranged: bool) -> tuple[int, int]:
-    """The run's minimum and maximum over all components.
+    """Minimum and maximum nodes of the run, over all components.
 
-    A `MIN:MAX` on the command line (`ranged`) goes before the script's `#FALLOW nodes=`, which goes before the
-    size of the base job. The base job must lie within what the script allows.
+    A `MIN:MAX` on the command line (`ranged`) overrides the script's `#FALLOW nodes=`, which overrides the size of the
+    base job. The size of the base job must lie within `#FALLOW nodes=`.
     """
     parts = [component_nodes(options) for options in components]
     low, high = sum(least for least, _ in parts), sum(most for _, most in parts)
@@ -315,7 +317,7 @@ def run_limits(components: Sequence[InForce], fallow_nodes: str | None, ranged: 
 
 
 def component_nodes(options: InForce) -> tuple[int, int]:
-    """Minimum and maximum of one component. Without --nodes, Slurm takes as many nodes as the tasks need."""
+    """Minimum and maximum nodes of one component. Without --nodes, Slurm takes as many nodes as the tasks need."""
     if "nodes" in options:
         return parse_nodes(text_of(options, "nodes"))
     tasks, per_node = number(options, "ntasks"), number(options, "ntasks-per-node")
@@ -324,10 +326,10 @@ def component_nodes(options: InForce) -> tuple[int, int]:
 
 
 def base_nodes(spec: RunSpec) -> int:
-    """Return how many nodes the base job asks for, which may be more than its run needs (`#FALLOW nodes=`)."""
+    """Number of nodes that the base job requests, which may be more than its run needs (`#FALLOW nodes=`)."""
     components = split(spec.sbatch_options).components
-    asked = (component_nodes({given.name: given for given in component})[0] for component in components)
-    return max(spec.min_nodes, sum(asked))
+    minima = (component_nodes({use.name: use for use in component})[0] for component in components)
+    return max(spec.min_nodes, sum(minima))
 
 
 def _usage(text: str) -> FallowError:

@@ -1,7 +1,7 @@
 """sbatch's options as data: Slurm 22.05 to 26.05, and what becomes of each in a harvest job.
 
-Where versions differ in whether a value is required, "optional" is taken: an optional value is only ever the part
-after `=` (or glued to the letter), so a command line splits the same way for all of them.
+If versions differ in whether a value is required, the table says "optional". An optional value is always the part after
+`=` (or glued to the letter), so a command line splits the same way for all versions.
 """
 
 import re
@@ -21,15 +21,15 @@ class Reach(StrEnum):
     """What becomes of a base option in harvest jobs."""
 
     KEPT = "kept"
-    "says what kind of node, or on whose account: harvest jobs get it too"
+    "kind of node, or account: harvest jobs get it too"
     SHAPE = "shape"
-    "says how much of a node: harvest jobs get it too, but for those that take part of a node that others use"
+    "amount of a node: harvest jobs get it too, unless they take part of a node that others use"
     OURS = "ours"
-    "Fallow sets it itself for harvest jobs (size, time, name, output ...)"
+    "Fallow sets it for harvest jobs (size, time, name, output ...)"
     BASE = "base"
-    "means the base job alone"
+    "applies to the base job only"
     FIRST = "first"
-    "means the moment of its first submission"
+    "applies to the first submission of the base job only"
     OWN = "own"
     "read by Fallow; sbatch never sees it"
 
@@ -40,11 +40,11 @@ class Option(msgspec.Struct, frozen=True):
     value: Value
     reach: Reach
     sticky: bool
-    "stays in force for the later components of a heterogeneous job, as sbatch has it"
+    "True if sbatch keeps it in force for later components of a heterogeneous job"
     variable: str
     "input environment variable, without `SBATCH_`"
     adds_up: bool = False
-    "given again, it says something more; else the last one holds"
+    "True if each use adds to the earlier ones; else the last use holds"
 
 
 # The `container-*` flags without letters are those of the Pyxis plugin, which many GPU sites have.

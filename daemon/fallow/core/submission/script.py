@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from fallow.core.submission.sbatch_line import Component, Given, parse_nodes, parse_options
+from fallow.core.submission.sbatch_line import Component, OptionUse, parse_nodes, parse_options
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 from fallow.model.bounds import MOST_MINUTES, MOST_SEED, MOST_SHARE, MOST_SLOTS
 
 MAGIC = ("#SBATCH", "#SLURM")
-"""Prefixes that sbatch reads options from; the second with a warning."""
+"""Prefixes of the lines that sbatch reads options from; the second one with a warning."""
 
-OURS = "#FALLOW"
+FALLOW_PREFIX = "#FALLOW"
 
 MAX_SCRIPT = 4 * 1024 * 1024
 """slurmctld's own default limit (`max_script_size`)."""
@@ -38,29 +38,29 @@ class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_script(text: str, name: str) -> BatchScript:
-    """Reads a batch script; `name` is how messages call it."""
+    """Read a batch script. Args: name: of the script in messages."""
     _check(text, name)
-    components: list[list[Given]] = [[]]
+    components: list[list[OptionUse]] = [[]]
     settings: dict[str, Any] = {}
     for number, line in _header(text):
         where = f"{name}, line {number}"
-        if (rest := _after(line, MAGIC)) is not None:
-            words = split_directive(rest, where)
+        if (directive := _directive_text(line, MAGIC)) is not None:
+            words = split_directive(directive, where)
             if _begins_component(words):
                 if words[1:]:
-                    problem = f"{where}: sbatch reads nothing behind {words[0]}; begin a new #SBATCH line"
+                    problem = f"{where}: sbatch ignores options after {words[0]}; put them on a new #SBATCH line"
                     raise FallowError(problem, Exit.DATA)  # seen with 22.05
                 components.append([])
             else:
                 components[-1] += parse_options(words, where)
-        elif (rest := _after(line, (OURS,))) is not None:
-            settings |= parse_settings(rest, where)
+        elif (directive := _directive_text(line, (FALLOW_PREFIX,))) is not None:
+            settings |= parse_settings(directive, where)
     return BatchScript(
         name=name,
         text=text,
         components=tuple(map(tuple, components)),
         settings=settings,
-        warnings=tuple(_late(text, name)),
+        warnings=tuple(_unread_directives(text, name)),
     )
 
 
@@ -77,7 +77,7 @@ exec 3>&2 2>/dev/null
 
 
 def harvest_script(text: str) -> str:
-    """The batch script of a harvest job of the run whose batch script is `text`.
+    """The batch script of a harvest job. Args: text: the run's batch script.
 
     The kernel gives an interpreter at most one argument, blanks included (execve(2)).
     """
@@ -86,23 +86,24 @@ def harvest_script(text: str) -> str:
 
 
 def with_directives(text: str, names: Collection[str]) -> str:
-    """The batch script for a base job that is submitted again: with the same line numbers, and of all options in its
-    `#SBATCH` lines with these alone. All else that is in force is among the options of its submission; sbatch would
-    read `--begin`, `--hold` and such in the script once more.
+    """The batch script of a base job that the head submits again: same line numbers, but only the options `names`.
+
+    The options of the new submission hold all others that are in force. From the script, sbatch would apply `--begin`,
+    `--hold` and similar options once more.
     """
     lines = text.split("\n")
     for number, line in _header(text):
-        if (rest := _after(line, MAGIC)) is not None:
-            words = split_directive(rest, f"line {number}") if names else []
+        if (directive := _directive_text(line, MAGIC)) is not None:
+            words = split_directive(directive, f"line {number}") if names else []
             if not _begins_component(words):
-                given = parse_options(words, f"line {number}")
-                words = [each.canonical for each in given if each.name in names]
+                uses = parse_options(words, f"line {number}")
+                words = [each.canonical for each in uses if each.name in names]
             lines[number - 1] = f"#SBATCH {shlex.join(words)}" if words else "#"
     return "\n".join(lines)
 
 
 def _begins_component(words: Sequence[str]) -> bool:
-    """Does this directive begin the next component of a heterogeneous job?"""
+    """Return True if this directive begins the next component of a heterogeneous job."""
     return bool(words) and words[0].lower() in ("hetjob", "packjob")
 
 
@@ -118,9 +119,9 @@ _PIECE = re.compile(
 
 
 def split_directive(text: str, where: str) -> list[str]:
-    """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line.
+    """Split a directive into words as sbatch does: quotes, backslashes, and `#` ends the line.
 
-    A backslash keeps a blank, but no tab (seen with 25.11; 22.05 parts words there, and refuses what is no option).
+    A backslash keeps a blank, but no tab (seen with 25.11; 22.05 splits there, and refuses a word that is no option).
     """
     words, is_open, end = list[str](), False, 0
     for piece in _PIECE.finditer(text):
@@ -137,21 +138,21 @@ def split_directive(text: str, where: str) -> list[str]:
 
 
 def _check(text: str, name: str) -> None:
-    """sbatch's own checks, with the reason in words."""
+    """Make sbatch's own checks, with the reason in words."""
     first = text.split("\n", 1)[0]
     problem = None
     if not text.strip():
         problem = "the batch script is empty"
     elif text.startswith("\ufeff"):
-        problem = "it begins with a byte order mark; save it as UTF-8 without one"
+        problem = "it begins with a byte order mark; save it as UTF-8 without the mark"
     elif not first.startswith("#!") or not first[2:].strip():
         problem = "its first line must be #! and an interpreter, e.g. #!/bin/bash"
     elif "\0" in text:
         problem = "it contains a NUL character"
     elif "\r\n" in text:
-        problem = "it has DOS line ends; run: dos2unix on it"
+        problem = "it has DOS line ends; convert it with dos2unix"
     elif len(text) > MAX_SCRIPT:
-        problem = f"it is larger than {MAX_SCRIPT >> 20} MiB; Slurm takes no more"
+        problem = f"it is larger than {MAX_SCRIPT >> 20} MiB, which is Slurm's limit"
     if problem:
         raise FallowError(f"{name}: {problem}", Exit.DATA)
 
@@ -165,48 +166,48 @@ def _header(text: str) -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _after(line: str, prefixes: tuple[str, ...]) -> str | None:
+def _directive_text(line: str, prefixes: tuple[str, ...]) -> str | None:
     """What follows one of the prefixes at the very beginning of a line."""
     return next((line[len(prefix) :] for prefix in prefixes if line.startswith(prefix)), None)
 
 
-def _late(text: str, name: str) -> Iterator[str]:
+def _unread_directives(text: str, name: str) -> Iterator[str]:
     header = sum(1 for _ in _header(text))
     for number, line in enumerate(text.split("\n"), 1):
-        if number > header and line.startswith((OURS, "#SBATCH")):
-            yield f"{name}, line {number}: {line.split()[0]} after the first command (line {header + 1}) is not read"
+        if number > header and line.startswith((FALLOW_PREFIX, "#SBATCH")):
+            yield f"{name}, line {number}: {line.split()[0]} after the first command (line {header + 1}) is ignored"
 
 
 def parse_settings(text: str, where: str) -> dict[str, Any]:
-    """Keys and values of one `#FALLOW` line, `key=value` or `--key=value`; a flag has no value and is True.
+    """Read one `#FALLOW` line: `key=value` or `--key=value`; a flag has no value and is True.
 
-    The bounds are those of `RunSpec`. Only the form of a deadline is checked: see `deadline_at`.
+    The bounds are those of `RunSpec`. Only the form of a deadline is checked here: see `deadline_at`.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word in split_directive(text, where):
         key, equals, value = word.removeprefix("--").partition("=")
         if key in _FLAGS:
             if equals:
                 raise FallowError(f"{where}: #FALLOW {key} takes no value", Exit.DATA)
-            found[key] = True
+            settings[key] = True
             continue
         if key not in _KEYS:
             near = difflib.get_close_matches(key, (*_KEYS, *_FLAGS), n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join((*_KEYS, *_FLAGS))}"
+            advice = f"did you mean {near[0]}?" if near else f"the keys are {', '.join((*_KEYS, *_FLAGS))}"
             raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
         form, read = _KEYS[key]
         if not value:
             raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={form}", Exit.DATA)
         try:
-            found[key] = read(value)
+            settings[key] = read(value)
         except ValueError as error:
             raise FallowError(f"{where}: #FALLOW {key}={value[:64]}: {error}", Exit.DATA) from error
         except FallowError as error:
             raise FallowError(f"{where}: #FALLOW {error.message}", error.code) from error
-    return found
+    return settings
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def _integer(least: int, most: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
             raise ValueError(f"must be a whole number, at least {least} and at most {most}")
@@ -227,7 +228,7 @@ def _above_0(text: str) -> float:
 
 def _account(text: str) -> str:
     if not re.fullmatch(ACCOUNT_PATTERN, text):
-        raise ValueError("is no name of an account")
+        raise ValueError("is not an account name")
     return text
 
 
@@ -243,21 +244,21 @@ def _deadline(text: str) -> str:
 
 _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "nodes": ("MIN:MAX", _nodes),
-    "workers-per-node": ("N", _whole(1, MOST_SLOTS)),
+    "workers-per-node": ("N", _integer(1, MOST_SLOTS)),
     "partitions": ("A,B", lambda text: [part for part in text.split(",") if part]),
     "budget-node-hours": ("HOURS", _above_0),
     "weight": ("NUMBER", _above_0),
     "deadline": ("YYYY-MM-DD[THH:MM]", _deadline),
-    "seed": ("N", _whole(0, MOST_SEED)),
-    "min-minutes": ("N", _whole(1, MOST_MINUTES)),
+    "seed": ("N", _integer(0, MOST_SEED)),
+    "min-minutes": ("N", _integer(1, MOST_MINUTES)),
     "harvest-account": ("NAME", _account),
 }
-"""Key -> how its value is written, and what reads it."""
+"""Key -> (form of its value, function that reads the value)."""
 
 _FLAGS = ("outlive-base",)
 
 DEADLINE_FORMS = "YYYY-MM-DD, YYYY-MM-DDTHH:MM, a weekday such as friday, or friday-18:00"
-"""A day alone means its end."""
+"""A day without a time means the end of the day."""
 
 _WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _FORM = re.compile(
@@ -269,11 +270,11 @@ def deadline_at(text: str, now: float) -> float:
     """Unix time of a deadline, in the local time zone.
 
     Args:
-        text: in one of `DEADLINE_FORMS`; a weekday is the next one, today if its time is still to come.
+        text: in one of `DEADLINE_FORMS`; a weekday means the next one, or today if the time is still to come.
         now: Unix time.
 
     Raises:
-        FallowError: it has none of the forms (USAGE), or it has passed (DATA).
+        FallowError: the text has none of the forms (USAGE), or the deadline has passed (DATA).
     """
     match = _FORM.fullmatch(text)
     if match is None:
@@ -283,8 +284,8 @@ def deadline_at(text: str, now: float) -> float:
         if match["date"]:
             day = datetime.fromisoformat(match["date"])
         else:
-            ahead = (_WEEKDAYS.index(match["weekday"].lower()) - today.weekday()) % 7
-            day = datetime(today.year, today.month, today.day) + timedelta(days=ahead)
+            days = (_WEEKDAYS.index(match["weekday"].lower()) - today.weekday()) % 7
+            day = datetime(today.year, today.month, today.day) + timedelta(days=days)
         clock = match["clock"]
         end = datetime.fromisoformat(f"{day:%Y-%m-%d}T{clock}") if clock else day + timedelta(days=1)
         if end.timestamp() <= now and match["weekday"]:

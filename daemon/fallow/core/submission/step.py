@@ -12,9 +12,9 @@ MISLEADING = (
     *("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
     *("SLURM_EXPORT_ENV", "SLURM_KILL_BAD_EXIT", "SLURM_WAIT", "SRUN_"),
 )
-"""Beginnings of variables that srun would take as options of the step.
+"""Prefixes of variables that srun would take as options of the step.
 
-They describe how the batch script's own tasks were to be laid out; the agents want the whole of every node.
+They describe the layout of the batch script's own tasks, but the agents need the whole of every node.
 SLURM_CPUS_PER_TASK would even imply --exact, and leave the agent a part of its node's processors.
 """
 
@@ -34,7 +34,7 @@ _STEP = (
 
 
 def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
-    """srun's argv for `agent` on every node. Heterogeneous components each get their part of one step."""
+    """srun's argv that runs `agent` on every node. Each heterogeneous component gets its part of one step."""
     size = _number(environ, "SLURM_HET_SIZE") or 1
     words = ["srun"]
     for group in range(size):
@@ -42,7 +42,7 @@ def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
         nodes = _number(environ, name)
         if nodes is None:
             raise FallowError(
-                f"{name} is not set: this is no Slurm allocation, or the script cleared Slurm's variables",
+                f"{name} is not set: this is not a Slurm allocation, or the script cleared Slurm's variables",
                 Exit.UNAVAILABLE,
             )
         words += [":"] if group else []
@@ -52,12 +52,12 @@ def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """srun's environment: all of the script's but what would change the shape of the step."""
+    """srun's environment: the script's, without the variables that would change the layout of the step."""
     return {name: value for name, value in environ.items() if not name.startswith(MISLEADING)}
 
 
 def _gpus(environ: Mapping[str, str]) -> list[str]:
-    """A job that asked for GPUs per task would give the step, of one task a node, one share of them."""
+    """Options that give the step all GPUs. With GPUs per task, its one task a node would get one task's share."""
     per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     count = _number(environ, "SLURM_GPUS_ON_NODE")
     return [f"--gpus-per-node={count}"] if per_task and count else []

@@ -1,5 +1,5 @@
 """Rules of training that worker and head share. Pure.
 
-In go shards, paces, steps and ledgers; out come who computes which shards (`shards`), which samples were lost
-or repeated (`audit`), whose link holds the others up (`slow_links`), and how often a script may restart (`restarts`).
+In: shards, paces, steps and ledgers. Out: each member's shards (`shards`), lost or repeated samples (`audit`), the node
+whose link slows the run (`slow_links`), and how often a script may restart (`restarts`).
 """

@@ -1,7 +1,7 @@
-"""From the workers' ledgers: was every sample used exactly once? Pure.
+"""Was every sample used exactly once? The workers' ledgers answer. Pure.
 
-A step belongs to the generation whose [first step, first step of the next generation) contains it. What other
-generations wrote about that step was thrown away with its gradients and does not count.
+A step belongs to the generation whose [first step, first step of the next generation) contains it. Records of other
+generations about the step do not count: their gradients were discarded.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from fallow.model import SampleReport
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
-    """Base of the records of a ledger, tagged by the names of their classes."""
+    """Base of the records of a ledger, tagged by names."""
 
 
 class Start(Line, frozen=True):
@@ -24,7 +24,7 @@ class Start(Line, frozen=True):
 
 
 class Fed(Line, frozen=True):
-    """A shard's gradients went into the sums of `step`. Written before its member tells its part."""
+    """A shard's gradients were added to the sums of `step`. Written before the member reports its part."""
 
     generation: int
     epoch: int
@@ -38,7 +38,7 @@ class Fed(Line, frozen=True):
     crc: int
 
 
-class Done(Line, frozen=True):
+class StepFinished(Line, frozen=True, tag="Done"):
     """`step` (global, 0-based) is finished on this worker."""
 
     generation: int
@@ -52,7 +52,7 @@ class Gap(Line, frozen=True, kw_only=True):
     last_step: int
 
 
-Record = Start | Fed | Done | Gap
+Record = Start | Fed | StepFinished | Gap
 
 
 def audit(
@@ -65,36 +65,37 @@ def audit(
 ) -> SampleReport:
     """Count consumed, lost and duplicated samples.
 
-    Of a step only sums are kept: a long run has more records than a head has memory.
+    Only sums per step are kept, because a long run has more records than a head has memory.
 
     Args:
-        records: of all workers, in any order. They are gone through twice.
+        records: of all workers, in any order; iterated twice.
         first_steps: generation -> the first step (0-based) that it computed.
         steps: finished steps of the run.
-        per_step: samples in a full step; stands in for a step of which no record exists at all.
-        gaps: further ones than those among the records.
-        reached: finished steps of those who train now; None: all. Behind a checkpoint it is fewer than `steps` for a
-            while: what was done before and will be done again does not count.
+        per_step: samples in a full step; used for a step without any record.
+        gaps: further gaps, besides those among the records.
+        reached: finished steps of the current members; None: all. After a return to a checkpoint it is below `steps`
+            for a
+            while: steps that will be repeated do not count.
 
     Returns:
-        What is missing in a step of a gap is neither consumed nor lost but unknown.
+        The counts. Samples that are missing in a step of a gap are unknown: neither consumed nor lost.
     """
     begun: dict[int, int] = {}
-    done: dict[int, int] = {}
+    finished_steps: dict[int, int] = {}
     doubtful = list(gaps)
     for record in records:
         if isinstance(record, Start):
             begun[record.generation] = record.first_step
-        elif isinstance(record, Done):
-            done[record.generation] = max(done.get(record.generation, 0), record.step + 1)
+        elif isinstance(record, StepFinished):
+            finished_steps[record.generation] = max(finished_steps.get(record.generation, 0), record.step + 1)
         elif isinstance(record, Gap):
             doubtful.append(record)
-    # A generation that was broken off before all its members had said so is known from their own records only.
+    # A generation may have ended before all its members had reported it: then only their records know it.
     begun |= first_steps
     if reached is not None and begun:
-        steps = _standing(begun, done, steps, reached)
+        steps = _valid_steps(begun, finished_steps, steps, reached)
     owner = _owners(begun, steps)
-    shards, found, totals = [0] * steps, array("q", bytes(8 * steps)), array("q", [per_step]) * steps
+    shards, consumed_by_step, totals = [0] * steps, array("q", bytes(8 * steps)), array("q", [per_step]) * steps
     duplicated = 0
     for record in records:
         if not isinstance(record, Fed) or record.step >= steps or owner[record.step] != record.generation:
@@ -103,26 +104,26 @@ def audit(
         if shards[step] & shard:
             duplicated += record.n
         else:
-            found[step] += record.n
+            consumed_by_step[step] += record.n
         shards[step] |= shard
         totals[step] = record.total
     unsure = {step for gap in doubtful for step in range(gap.first_step, min(gap.last_step + 1, steps))}
-    unknown = sum(max(0, totals[step] - found[step]) for step in unsure)
-    consumed = sum(found)
+    unknown = sum(max(0, totals[step] - consumed_by_step[step]) for step in unsure)
+    consumed = sum(consumed_by_step)
     return SampleReport(
         consumed=consumed, lost=sum(totals) - consumed - unknown, duplicated=duplicated, unknown=unknown
     )
 
 
-def _standing(begun: Mapping[int, int], done: Mapping[int, int], steps: int, reached: int) -> int:
-    """Finished steps, without those that the newest generation will do again. Args: done: as the records say."""
+def _valid_steps(begun: Mapping[int, int], finished_steps: Mapping[int, int], steps: int, reached: int) -> int:
+    """Finished steps, without those that the newest generation will repeat."""
     newest = max(begun)
-    went_back = any(end > begun[newest] for generation, end in done.items() if generation < newest)
-    return min(steps, max(begun[newest], reached, done.get(newest, 0))) if went_back else steps
+    went_back = any(end > begun[newest] for generation, end in finished_steps.items() if generation < newest)
+    return min(steps, max(begun[newest], reached, finished_steps.get(newest, 0))) if went_back else steps
 
 
 def _owners(first_steps: Mapping[int, int], steps: int) -> "array[int]":
-    """Of each step, its generation. A later generation takes over from its first step on."""
+    """Generation of each step. A later generation owns all steps from its first one on."""
     owner, end = array("q", bytes(8 * steps)), steps
     for generation, first in sorted(first_steps.items(), reverse=True):
         if first < end:

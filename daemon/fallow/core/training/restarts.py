@@ -1,45 +1,45 @@
-"""Runs whose script knows nothing of Fallow: a change of the membership restarts it on all members. Pure.
+"""Restarts of scripts that do not know Fallow: a change of the membership restarts the script on all members. Pure.
 
-A restart costs what was computed since the script's own last checkpoint, and the time in which it comes up again.
+A restart costs the steps since the script's own last checkpoint, and the time of its start-up.
 """
 
 from collections.abc import Sequence
 
 EVERY_S = 300.0
-"""Newcomers wait until the scripts have run for so long: then restarts take a small part of the time at most."""
+"""Seconds for which scripts must have run before newcomers join, so that restarts take a small part of the time."""
 
 LEAST_MINUTES = 10
-"""A node that is there for less time spends most of it waiting for the others."""
+"""Minimum minutes of a node. A shorter stay would mostly be spent waiting for the others."""
 
 PAUSE_S = 60.0
-"""What a restart is taken to cost each member where holes are weighed: nobody measures it."""
+"""Assumed seconds that a restart costs each member, used to weigh holes: nobody measures it."""
 
 ATTEMPTS = 3
-"""So many times in a row a script that failed is started again among the same members."""
+"""Maximum restarts in a row of a failing script among the same members."""
 
 WELL_S = 600.0
-"""A generation that lasted this long has gone well, whatever ends it."""
+"""A generation that lasted this many seconds counts as a success, whatever ends it."""
 
 
 class Attempts:
-    """How often in a row the same members were started. All of them see the same generations, so all count alike."""
+    """How often in a row the same members were started. All members see the same generations, so all count alike."""
 
     def __init__(self) -> None:
         self._members: list[str] = []
         self._began_at = 0.0
-        self._again = 0
+        self._repeats = 0
 
-    def began(self, members: Sequence[str], at: float) -> None:
-        """A generation begins.
+    def begin(self, members: Sequence[str], at: float) -> None:
+        """Note that a generation begins.
 
         Args:
-            members: its workers.
+            members: names of its workers.
             at: now, in seconds.
         """
-        same = sorted(members) == self._members and at - self._began_at < WELL_S
-        self._again = self._again + 1 if same else 0
+        is_repeat = sorted(members) == self._members and at - self._began_at < WELL_S
+        self._repeats = self._repeats + 1 if is_repeat else 0
         self._members, self._began_at = sorted(members), at
 
-    def spent(self, at: float) -> bool:
-        """The script has failed again: was that once too often?"""
-        return self._again >= ATTEMPTS and at - self._began_at < WELL_S
+    def is_exhausted(self, at: float) -> bool:
+        """Return True if the script, which has failed again, must not be restarted."""
+        return self._repeats >= ATTEMPTS and at - self._began_at < WELL_S

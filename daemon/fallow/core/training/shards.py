@@ -1,11 +1,11 @@
-"""Which samples a step uses, and who computes them: pure arithmetic.
+"""Which samples a step uses, and which member computes them. Pure arithmetic.
 
-An epoch is a list of sample numbers in an order that depends on (seed, epoch) only. Step s of it takes the next
-`global_batch` of them, cut into shards of `batch_size`. The membership decides only who computes which shard.
+An epoch is a list of sample numbers whose order depends on (seed, epoch) only. Step s takes the next `global_batch`
+samples, cut into shards of `batch_size`. The membership only decides who computes which shard.
 
-Members compute shards in proportion to measured speed. All members must cut a step alike, so a division is a function
-of values that all of them hold: the paces that the control exchange of a finished step told, or the first exchange of a
-generation. A pace is seconds per shard.
+Members compute shards in proportion to measured speed. All members must divide a step alike, so a division is a
+function of values that all of them hold: the paces from the control exchange of a finished step, or from the first
+exchange of a generation. A pace is seconds per shard.
 """
 
 import functools
@@ -19,10 +19,10 @@ from typing import NamedTuple
 from fallow.model import Exit, FallowError
 
 GAIN = 0.06
-"""Part of the step's time that a new division must save: paces that waver by 1.5 % cannot make it flap."""
+"""Part of the step time that a new division must save. Paces that vary by 1.5 % then cause no change."""
 
 EVERY = 8
-"""Steps between two divisions: a pace is a median over a few steps, and must have seen the division before."""
+"""Minimum steps between two divisions. A pace is a median over a few steps, all under the current division."""
 
 
 class Layout(NamedTuple):
@@ -63,14 +63,14 @@ class Layout(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One step, as it is divided into shards."""
+    """One step, cut into shards."""
 
     sizes: tuple[int, ...]
     "samples of each shard"
     crcs: tuple[int, ...]
-    "of each shard, see `shard_crc`"
+    "`shard_crc` of each shard"
     last: bool
-    "it is the last step of its epoch"
+    "True for the last step of its epoch"
 
     @property
     def samples(self) -> int:
@@ -97,7 +97,7 @@ def make_layout(length: int, batch_size: int, global_batch: int, drop_last: bool
 
 
 def check_batch(batch_size: int, global_batch: int) -> None:
-    """Refuse a step that is not a whole number of shards.
+    """Check that a step is a whole number of shards.
 
     Raises:
         FallowError: the global batch is not a multiple of the batch size.
@@ -111,19 +111,20 @@ def check_batch(batch_size: int, global_batch: int) -> None:
 
 
 class Duty(NamedTuple):
-    """One body: compute `shard`; `counts` is False for a member that only takes part (a copy, weight 0)."""
+    """Compute `shard`. `counts` is False for a copy with weight 0, from a member that has no shard of its own."""
 
     shard: int
     counts: bool
 
 
 def duties(shares: Sequence[int], rank: int) -> list[Duty]:
-    """Shards of a step that `rank` computes, in order: a contiguous block, at least one body.
+    """Shards of a step that `rank` computes, in order: a contiguous block of at least one.
 
     Args:
-        shares: shards of each member, by rank; the first member has one or more. A member with none computes a copy
-            that counts nothing, so that every member takes part in the reduction.
-        rank: whose duties.
+        shares: shards of each member, by rank; the first member has at least one. A member without shards computes a
+            copy
+            that does not count, so that every member takes part in the reduction.
+        rank: of the member.
     """
     if not 0 <= rank < len(shares) or shares[0] < 1:
         raise ValueError(f"duties of rank {rank} in a step divided {list(shares)}")
@@ -134,61 +135,61 @@ def duties(shares: Sequence[int], rank: int) -> list[Duty]:
 
 
 def divide(shards: int, paces: Sequence[float]) -> list[int]:
-    """Shards of each member, by rank, so that the slowest is done soonest: min max nᵢ·paceᵢ with nᵢ ≥ 1.
+    """Shards of each member, by rank, so that the slowest member finishes first: min max nᵢ·paceᵢ with nᵢ ≥ 1.
 
-    One after the other, each shard goes to the member that would be done with it first (the lower rank of equals),
-    which is optimal. Where there are fewer shards than members, the first ranks have one each and the others none.
+    Each shard goes to the member that would finish it first (the lower rank of equals), which is optimal. With fewer
+    shards than members, the first ranks have one each and the others none.
 
     Args:
         shards: in the step, at least 1.
-        paces: seconds per shard by rank; 0 (not measured yet) counts as the median of those known.
+        paces: seconds per shard by rank; 0 (not measured) counts as the median of the measured paces.
     """
     size = len(paces)
     if shards < size:
         return [1] * shards + [0] * (size - shards)
-    known = filled(paces)
+    filled_paces = fill_unmeasured(paces)
     shares = [1] * size
-    queue = [(2 * pace, rank) for rank, pace in enumerate(known)]
+    queue = [(2 * pace, rank) for rank, pace in enumerate(filled_paces)]
     heapq.heapify(queue)
     for _ in range(shards - size):
         _, rank = queue[0]
         shares[rank] += 1
-        heapq.heapreplace(queue, ((shares[rank] + 1) * known[rank], rank))
+        heapq.heapreplace(queue, ((shares[rank] + 1) * filled_paces[rank], rank))
     return shares
 
 
-def filled(paces: Sequence[float]) -> list[float]:
-    """Paces without gaps: the median of the known ones, or 1, for the unknown."""
-    known = [pace for pace in paces if pace > 0]
-    if len(known) == len(paces):
-        return known
-    usual = statistics.median(known) if known else 1.0
-    return [pace if pace > 0 else usual for pace in paces]
+def fill_unmeasured(paces: Sequence[float]) -> list[float]:
+    """Replace each unmeasured pace (0) by the median of the measured ones, or by 1 if none is measured."""
+    measured = [pace for pace in paces if pace > 0]
+    if len(measured) == len(paces):
+        return measured
+    median_pace = statistics.median(measured) if measured else 1.0
+    return [pace if pace > 0 else median_pace for pace in paces]
 
 
 def step_time(shares: Sequence[int], paces: Sequence[float]) -> float:
-    """Seconds until the slowest member is done."""
+    """Seconds until the slowest member has finished."""
     return max(share * pace for share, pace in zip(shares, paces, strict=True))
 
 
 class Division(NamedTuple):
-    """The division in force: the paces it was made from, so that steps of any number of shards can be cut by it.
+    """The current division, stored as paces so that it applies to steps of any number of shards.
 
-    A generation begins with `Division(paces that its members bring along)`. No member's past plays a part in that: a
+    A generation begins with `Division(paces that its members bring along)`. No member's earlier division counts: a
     newcomer has none, and after a kill survivors may differ by one step.
     """
 
     paces: tuple[float, ...]
     "by rank; 0: not measured"
     since: int | None = None
-    "first step of it; None: from the generation's start"
+    "first step of this division; None: it holds since the generation's start"
 
     def shares(self, shards: int) -> list[int]:
-        """Shards of each member, by rank, in a step of so many."""
-        return list(_divided(shards, self.paces))
+        """Shards of each member, by rank, in a step of `shards`."""
+        return list(_divide_cached(shards, self.paces))
 
     def revised(self, shards: int, paces: Sequence[float], step: int) -> "Division":
-        """The division from `step` on: another one if the last change is `EVERY` steps ago and it saves `GAIN`.
+        """The division from `step` on. It changes only if the last change is `EVERY` steps ago and it saves `GAIN`.
 
         Args:
             shards: in a full step.
@@ -197,34 +198,34 @@ class Division(NamedTuple):
         """
         if self.since is not None and step - self.since < EVERY:
             return self
-        return Division(tuple(paces), step) if self._worse(shards, paces) else self
+        return Division(tuple(paces), step) if self._is_worse(shards, paces) else self
 
-    def _worse(self, shards: int, paces: Sequence[float]) -> bool:
-        known = filled(paces)
-        enough = (1 - GAIN) * step_time(self.shares(shards), known)
-        if shards / sum(1 / pace for pace in known) >= enough:
-            return False  # not even shards that can be cut would do; asked after every step, so it saves some time
-        return step_time(divide(shards, known), known) < enough
+    def _is_worse(self, shards: int, paces: Sequence[float]) -> bool:
+        filled_paces = fill_unmeasured(paces)
+        good_step_s = (1 - GAIN) * step_time(self.shares(shards), filled_paces)
+        if shards / sum(1 / pace for pace in filled_paces) >= good_step_s:
+            return False  # a cheap bound, since this runs after every step: not even divisible shards would save enough
+        return step_time(divide(shards, filled_paces), filled_paces) < good_step_s
 
 
 @functools.lru_cache(maxsize=64)
-def _divided(shards: int, paces: tuple[float, ...]) -> tuple[int, ...]:
+def _divide_cached(shards: int, paces: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(divide(shards, paces))
 
 
 def mix(*parts: int | str) -> int:
-    """A 63-bit seed from the parts: the same everywhere and for ever, unlike Python's `hash`."""
+    """A 63-bit seed from the parts. It is the same everywhere and for ever, unlike Python's `hash`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def shard_crc(epoch: int, step: int, shard: int, indices: bytes | memoryview) -> int:
-    """CRC-32 of one shard's identity and content; sums of these are what members compare in every step.
+    """CRC-32 of one shard's identity and content. In every step members compare sums of these.
 
     Args:
         epoch: of the data.
         step: in the epoch.
         shard: in the step.
-        indices: its sample numbers as 64-bit integers; of a stream, whose samples have none, what is known of the step.
+        indices: its sample numbers as 64-bit integers. A stream's samples have no numbers: what is known of the step.
     """
     return zlib.crc32(indices, zlib.crc32(b"%d %d %d" % (epoch, step, shard)))

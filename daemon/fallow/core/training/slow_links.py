@@ -23,12 +23,12 @@ GAIN = 0.1
 """The run must be faster by this part without the node."""
 
 SUSTAINED_S = 60.0
-"""For so long, over at least `STRETCHES` measurements, without a change of the membership."""
+"""Seconds for which a finding must hold, over at least `STRETCHES` measurements, without a change of the membership."""
 
 STRETCHES = 2
 
 REMEMBERED = 32
-"""Sets of nodes whose step time is kept."""
+"""Maximum sets of nodes whose step time is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Suspect(NamedTuple):
     busy: float
     "part of the time for which its links are busy"
     others_busy: float
-    "the same for the busiest link among the other nodes"
+    "part of the time for which the busiest link among the other nodes is busy"
 
 
 class Finding(NamedTuple):
@@ -70,22 +70,22 @@ class SlowLinks:
     def __init__(self) -> None:
         self._step_s: dict[frozenset[str], float] = {}
         "nodes -> seconds per step, as last measured"
-        self._blamed = 0, ""
+        self._blame = 0, ""
         "generation, and the node that the newest stretches in a row speak against; empty: none"
-        self._since: list[float] = []
+        self._stretches_s: list[float] = []
         "lengths of these stretches"
 
     def observe(
         self, members: Sequence[Member], *, generation: int, shards: int, step_s: float, lasted_s: float
     ) -> Finding | None:
-        """Take in a stretch.
+        """Add the measurements of a stretch.
 
         Args:
-            members: all through it.
+            members: present during the whole stretch.
             generation: that they form.
             shards: in a full step.
-            step_s: mean seconds per step in it.
-            lasted_s: its length.
+            step_s: mean seconds per step.
+            lasted_s: seconds of the stretch.
 
         Returns:
             A finding that has held for long enough; None: there is none.
@@ -102,12 +102,12 @@ class SlowLinks:
             without_s = estimate_step_s(members, suspect, shards, step_s) if measured_s is None else measured_s
             if without_s is not None and without_s * (1 + GAIN) <= step_s:
                 finding = Finding(suspect.node, step_s, without_s)
-        blamed = generation, "" if finding is None else finding.node
-        if blamed != self._blamed:
-            self._blamed, self._since = blamed, []
-        self._since.append(lasted_s)
-        sustained = len(self._since) >= STRETCHES and sum(self._since) >= SUSTAINED_S
-        return finding if sustained else None
+        blame = generation, "" if finding is None else finding.node
+        if blame != self._blame:
+            self._blame, self._stretches_s = blame, []
+        self._stretches_s.append(lasted_s)
+        is_sustained = len(self._stretches_s) >= STRETCHES and sum(self._stretches_s) >= SUSTAINED_S
+        return finding if is_sustained else None
 
 
 def find_suspect(members: Sequence[Member]) -> Suspect | None:
@@ -129,10 +129,10 @@ def find_suspect(members: Sequence[Member]) -> Suspect | None:
         (share,) = busy.values()
         return None if youngest is None or share < BUSY else Suspect(youngest.node, share, 0.0)
     for node in nodes if len(nodes) > 2 else ():
-        own = sorted(share for pair, share in busy.items() if node in pair)
-        others = max(share for pair, share in busy.items() if node not in pair)
-        if own[-2] >= max(BUSY, TIMES_BUSIER * others):
-            return Suspect(node, own[-2], others)
+        node_busy = sorted(share for pair, share in busy.items() if node in pair)
+        others_busy = max(share for pair, share in busy.items() if node not in pair)
+        if node_busy[-2] >= max(BUSY, TIMES_BUSIER * others_busy):
+            return Suspect(node, node_busy[-2], others_busy)
     return None
 
 
@@ -145,10 +145,10 @@ def estimate_step_s(members: Sequence[Member], suspect: Suspect, shards: int, st
     Returns:
         None if a pace is not known, or if one node alone would be left: no link shows what is the network's part then.
     """
-    others = [member.pace_s for member in members if member.node != suspect.node]
+    other_paces = [member.pace_s for member in members if member.node != suspect.node]
     paces = [member.pace_s for member in members]
     if min(paces) <= 0 or len({member.node for member in members}) < 3 or shards < 1:
         return None
     computes_s = step_time(divide(shards, paces), paces)
     rest_s = max(0.0, (1 - suspect.busy) * step_s - computes_s)
-    return step_time(divide(shards, others), others) + suspect.others_busy * step_s + rest_s
+    return step_time(divide(shards, other_paces), other_paces) + suspect.others_busy * step_s + rest_s

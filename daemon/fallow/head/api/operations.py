@@ -5,7 +5,7 @@ from typing import Any
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.accounting.backoff import base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels
-from fallow.core.accounting.duds import DUDS, Duds
+from fallow.core.accounting.launch_failures import MAX_LAUNCH_FAILURES, LaunchFailures
 from fallow.core.allocations import SUBMIT_S, WAITING, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name, member_number

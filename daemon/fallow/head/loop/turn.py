@@ -158,10 +158,10 @@ class Turn:
         if run.roster.unwritten:
             self.dirty.add(run.id)
         if run.root.unsaved != unsaved:
-            run.record.saving.failed(self.now)
+            run.record.saving.note_failure(self.now)
         for saved in run.roster.checkpoints.saved[-1:]:
             if saved.usable and [saved] != newest:
-                run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
+                run.record.saving.note_written(saved.checkpoint.written_at, saved.checkpoint.took_s)
         for instruction in instructions:
             self._take(run, instruction)
         if (ballot := run.machine.ballot) is not None:

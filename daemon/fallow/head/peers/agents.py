@@ -2,7 +2,7 @@
 
 from math import inf
 
-from fallow.core.accounting.duds import came
+from fallow.core.accounting.launch_failures import note_agent_arrival
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Gather, Report

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from fallow.config import Usage
 from fallow.core.accounting import budget
-from fallow.core.accounting.spans import held
+from fallow.core.accounting.spans import node_periods
 from fallow.core.accounting.usage import Prices, Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
 from fallow.head.loop.turn import Turn
@@ -86,7 +86,7 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
         if (allocation.settled or (is_lost and is_old)) and not allocation.counted:
             tally(record.usage, allocation, at)
             if allocation.harvested:
-                record.harvested.add(held(allocation, at), at)
+                record.harvested.add(node_periods(allocation, at), at)
             allocation.counted = True
             turn.dirty.add(run.id)
         # Accepted base jobs are kept: the next one gets their time limit.

@@ -205,7 +205,7 @@ def budget_left_node_s(run: Run, at: float) -> float | None:
     hours = run.spec.budget_node_hours
     if hours is None:
         return None
-    return budget.left(hours * 3600.0, run.record.spent_node_s, run.allocations.values(), at)
+    return budget.remaining_node_s(hours * 3600.0, run.record.spent_node_s, run.allocations.values(), at)
 
 
 def keep_within_budget(turn: Turn, run: Run, at: float) -> None:

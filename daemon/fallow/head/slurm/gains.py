@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 from fallow.core.accounting import fairshare
 from fallow.core.accounting.pacing import Schedule, schedule
-from fallow.core.accounting.spans import held
+from fallow.core.accounting.spans import node_periods
 from fallow.core.planning.gain import Curve, Gain, pooled, speeds
 from fallow.core.planning.share import Worth, values
 from fallow.core.training.restarts import PAUSE_S as RESTART_S
@@ -66,7 +66,7 @@ def _use(live: Sequence[Run], runs: Sequence[Run], at: float) -> dict[str, float
     for run in runs:
         if _project(run) in use:
             now = [a for a in run.allocations.values() if a.harvested and not a.counted]
-            spans = chain.from_iterable(held(allocation, at) for allocation in now)
+            spans = chain.from_iterable(node_periods(allocation, at) for allocation in now)
             use[_project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
     return use
 

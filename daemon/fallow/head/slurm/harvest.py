@@ -12,7 +12,7 @@ from fallow.config import Config
 from fallow.core import records
 from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.accounting.cancelled import awaits_verdict
-from fallow.core.accounting.duds import DUDS, ROUNDS
+from fallow.core.accounting.launch_failures import MAX_LAUNCH_FAILURES, MAX_ROUNDS
 from fallow.core.allocations import WAITING, Allocation, send, sent
 from fallow.core.kinds import may_use, within
 from fallow.core.membership.messages import Unreadable

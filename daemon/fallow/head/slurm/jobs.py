@@ -11,7 +11,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
-from fallow.core.accounting import cancelled, duds
+from fallow.core.accounting import cancelled, launch_failures
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
@@ -30,7 +30,7 @@ from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.states import ENDED_STATES, ENDING
-from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, said_later
+from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, script_options
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
@@ -313,7 +313,7 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             account="" if allocation.hurried else run.asker.account,
             barred=[*run.avoided_nodes, *filter(None, [allocation.exclude])],
             part=allocation.part,
-            hurried=allocation.hurried,
+            has_normal_priority=allocation.hurried,
         )
         script = harvest_script(spec.script)
     else:

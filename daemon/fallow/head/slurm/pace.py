@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.budget import minutes_in
-from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
+from fallow.core.accounting.pacing import Schedule, extra_nodes, may_release
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Run

@@ -12,8 +12,8 @@ import msgspec
 
 from fallow.core import records
 from fallow.core.accounting.cancelled import Cancels
-from fallow.core.accounting.duds import Duds
 from fallow.core.accounting.fairshare import PastUse
+from fallow.core.accounting.launch_failures import LaunchFailures
 from fallow.core.accounting.usage import Tallies, Tally, by_month, merge
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Unreadable

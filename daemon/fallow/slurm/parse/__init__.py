@@ -1,12 +1,10 @@
-"""Readers of what Slurm's commands print: pure functions, tried on real output of 22.05, 24.11, 25.11
-and 26.05.
+"""Readers of what Slurm's commands print: pure functions, tried on real output of 22.05, 24.11, 25.11 and 26.05.
 
-Text, not `--json`: the JSON of 22.05 ignores filters, and its shape changes with every release. What users
-can choose (job names, comments) may hold any character, line ends too, so rows of jobs carry separators
-that nobody can guess (`job_format`). What only administrators choose is read from `scontrol -o`, where the
-first `Key=` of a line is the true one.
+Text, not `--json`: the JSON of 22.05 ignores filters, and its shape changes with every release. Users may put any
+character into job names and comments, line ends too. So rows of jobs carry separators that nobody can guess
+(`job_format`). `scontrol -o` prints what only administrators choose: the first `Key=` of a line is the true one.
 
-An unknown state stays as the text it is; a time or number that cannot be read is None or 0, never an error.
+An unknown state stays as text. An unreadable time or number is None or 0, never an error.
 """
 
 from fallow.slurm.parse.configuration import *

@@ -1,18 +1,18 @@
-"""The site's settings: `scontrol show config`, and of its QOS how they preempt each other, `sacctmgr show qos`."""
+"""The site's settings from `scontrol show config`, and which QOS preempt which from `sacctmgr show qos`."""
 
 import re
 
 import msgspec
 
 from fallow.model import ClusterConfig
-from fallow.slurm.parse.values import count, duration, names, preempt_mode, when, word
+from fallow.slurm.parse.values import count, duration, names, preempt_mode, unix_time, word
 
 QOS_COLUMNS = "Name,Preempt,PreemptMode,PreemptExemptTime,GraceTime"
-"""Of `sacctmgr -n -P show qos`, for `with_qos`."""
+"""Columns of `sacctmgr -n -P show qos`, for `with_qos`."""
 
 
 def config(text: str) -> tuple[ClusterConfig, float | None]:
-    """Output of `scontrol show config`, and slurmctld's clock when it answered."""
+    """Settings from the output of `scontrol show config`, and slurmctld's time of the answer."""
     values: dict[str, str] = {}
     for line in text.splitlines():
         key, mark, value = line.partition("=")
@@ -23,7 +23,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
     backfill_s = float(interval[1]) if interval else 30.0
     private = values.get("PrivateData", "")
     as_of = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
-    found = ClusterConfig(
+    result = ClusterConfig(
         cluster=values.get("ClusterName", ""),
         slurm_version=values.get("SLURM_VERSION", ""),
         controllers=_controllers(values),
@@ -42,29 +42,31 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         site_factor="" if (plugin := values.get("PrioritySiteFactorPlugin", "")).endswith("none") else plugin,
         select_type=values.get("SelectType", ""),
     )
-    return found, when(as_of[1]) if as_of else None
+    return result, unix_time(as_of[1]) if as_of else None
 
 
 def _controllers(values: dict[str, str]) -> list[str]:
-    """`SlurmctldHost[0] = ctl(10.77.0.1)`: what is in parentheses is how others reach it."""
-    found = [address] if (address := values.get("SlurmctldAddr")) else []
+    """Addresses of `SlurmctldHost[0] = ctl(10.77.0.1)`: other hosts use the address in parentheses."""
+    addresses = [address] if (address := values.get("SlurmctldAddr")) else []
     for key, value in values.items():
         match = re.fullmatch(r"([^()]+)(?:\(([^()]+)\))?", value)
         if key.startswith("SlurmctldHost[") and match:
-            found.append(match[2] or match[1])
-    return found
+            addresses.append(match[2] or match[1])
+    return addresses
 
 
 def _weights(values: dict[str, str]) -> dict[str, int]:
-    """`PriorityWeightAge = 1000`, and `PriorityWeightTRES = CPU=1000,GRES/gpu=3000`; those that are 0 left out."""
-    found: dict[str, int] = {}
+    """Weights other than 0: `PriorityWeightAge = 1000`, `PriorityWeightTRES = CPU=1000,GRES/gpu=3000`."""
+    weights: dict[str, int] = {}
     for key, value in values.items():
         name = key.removeprefix("PriorityWeight")
         if name == "TRES":
-            found |= {f"TRES {kind}": count(weight) for kind, _, weight in (w.partition("=") for w in value.split(","))}
+            weights |= {
+                f"TRES {kind}": count(weight) for kind, _, weight in (w.partition("=") for w in value.split(","))
+            }
         elif name != key:
-            found[name] = count(value)
-    return {name: weight for name, weight in found.items() if weight}
+            weights[name] = count(value)
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 def _seconds(text: str | None, default: float) -> float:
@@ -73,13 +75,13 @@ def _seconds(text: str | None, default: float) -> float:
     return float(match[0]) if match else default
 
 
-def with_qos(found: ClusterConfig, text: str) -> ClusterConfig:
-    """The settings with what the accounting says of its QOS. A QOS without a mode of its own has the cluster's."""
+def with_qos(settings: ClusterConfig, text: str) -> ClusterConfig:
+    """Add what the accounting says about QOS. A QOS without a preemption mode has the cluster's."""
     rows = [row for line in text.splitlines() if len(row := line.strip().split("|")) == 5]
     exempt_s = {name: seconds for name, _, _, exempt, _ in rows if (seconds := duration(exempt)) is not None}
-    found = msgspec.structs.replace(found, qos_exempt_s=exempt_s)
-    if found.preempt_type != "preempt/qos":
-        return found
+    settings = msgspec.structs.replace(settings, qos_exempt_s=exempt_s)
+    if settings.preempt_type != "preempt/qos":
+        return settings
     preempted_by: dict[str, list[str]] = {}
     for own, preempts, *_ in rows:
         for name in names(preempts):
@@ -87,10 +89,10 @@ def with_qos(found: ClusterConfig, text: str) -> ClusterConfig:
                 preempted_by.setdefault(name, []).append(own)
     modes = {name: mode for name, _, mode, *_ in rows if name in preempted_by}
     return msgspec.structs.replace(
-        found,
+        settings,
         qos_preempted_by=preempted_by,
         qos_preempt_modes={
-            name: found.preempt_mode if mode.lower() in ("", "cluster") else preempt_mode(mode)
+            name: settings.preempt_mode if mode.lower() in ("", "cluster") else preempt_mode(mode)
             for name, mode in modes.items()
         },
         qos_grace_s={name: seconds for name, *_, grace in rows if (seconds := duration(grace))},

@@ -13,7 +13,7 @@ from fallow.slurm.parse.values import (
     nodes,
     other_gres,
     preempt_mode,
-    when,
+    unix_time,
     word,
 )
 
@@ -21,51 +21,51 @@ from fallow.slurm.parse.values import (
 def cluster(text: str) -> tuple[list[NodeInfo], list[PartitionInfo], list[ReservationInfo]]:
     """Output of `scontrol -o -d` for `show node`, `show partition` and `show reservation`, in any order.
 
-    Lines that begin otherwise ("No reservations in the system") say nothing.
+    Other lines ("No reservations in the system") are ignored.
     """
-    found_nodes, partitions, reservations = [], [], []
+    node_infos, partitions, reservations = [], [], []
     for line in text.splitlines():
         # Built without readline, scontrol prints its prompt and the answer in one line.
         line = line.strip().removeprefix("scontrol: ")
         if line.startswith("NodeName="):
-            found_nodes.append(node(_values(line)))
+            node_infos.append(node(_values(line)))
         elif line.startswith("PartitionName="):
             partitions.append(partition(_values(line)))
         elif line.startswith("ReservationName="):
             reservations += reservation(_values(line))
-    return found_nodes, partitions, reservations
+    return node_infos, partitions, reservations
 
 
 def _values(line: str) -> dict[str, str]:
-    """The words `Key=value` of a line, the first of each key; the keys used here stand before any free text."""
-    found: dict[str, str] = {}
+    """Words `Key=value` of a line, the first of each key. The keys used here stand before any free text."""
+    values: dict[str, str] = {}
     for item in line.split():
         key, mark, value = item.partition("=")
         if mark:
-            found.setdefault(key, value)
-    return found
+            values.setdefault(key, value)
+    return values
 
 
 def node(row: Mapping[str, str]) -> NodeInfo:
-    """A node from the words of `scontrol -o -d show node`; any may be missing. So with the next two."""
+    """A node from the words of `scontrol -o -d show node`. Any word may be missing."""
     state, flags = node_state(row.get("State", ""))
-    used = row.get("GresUsed", "")
+    gres_used = row.get("GresUsed", "")
     return NodeInfo(
         node=row.get("NodeName", ""),
         state=state,
         flags=flags,
         partitions=names(row.get("Partitions", "")),
         arch=word(row.get("Arch", "")),
-        # What the system keeps to itself (CoreSpecCount, MemSpecLimit) no job gets; CPUEfctv came with 22.05.
+        # No job gets what the system reserves (CoreSpecCount, MemSpecLimit). CPUEfctv exists since 22.05.
         cpus=count(row.get("CPUEfctv", "")) or count(row.get("CPUTot", "")),
         cpus_used=count(row.get("CPUAlloc", "")),
         memory_mb=max(0, count(row.get("RealMemory", "")) - count(row.get("MemSpecLimit", ""))),
         memory_used_mb=count(row.get("AllocMem", "")),
         gpus=sum(gpu_types(row.get("Gres", "")).values()),
         # sites that count GPUs as a TRES show it without -d too
-        gpus_used=sum(gpu_types(used).values()) if used else _tres_gpus(row.get("AllocTRES", "")),
+        gpus_used=sum(gpu_types(gres_used).values()) if gres_used else _tres_gpus(row.get("AllocTRES", "")),
         gpu_types=gpu_types(row.get("Gres", "")),
-        gpu_types_used={kind: number for kind, number in gpu_types(used).items() if number},
+        gpu_types_used={kind: number for kind, number in gpu_types(gres_used).items() if number},
         gres=other_gres(row.get("Gres", "")),
         features=names(row.get("ActiveFeatures", "")),
         owner=word(row.get("Owner", "")).partition("(")[0],
@@ -104,8 +104,8 @@ def partition(row: Mapping[str, str]) -> PartitionInfo:
 
 
 def reservation(row: Mapping[str, str]) -> list[ReservationInfo]:
-    """[] for one without a beginning or an end."""
-    start, end = when(row.get("StartTime", "")), when(row.get("EndTime", ""))
+    """A list of one reservation; empty if its begin or end is missing."""
+    start, end = unix_time(row.get("StartTime", "")), unix_time(row.get("EndTime", ""))
     if start is None or end is None:
         return []
     info = ReservationInfo(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from fallow.model import JobInfo
-from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, other_gres, when, word
+from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, other_gres, unix_time, word
 
 JOB_FIELDS = (
     *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
@@ -15,23 +15,23 @@ JOB_FIELDS = (
     *("ArrayJobID", "ArrayTaskID", "RestartCnt", "Licenses"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
-"""Fields of `squeue -O` that a `JobInfo` is made of.
+"""Fields of `squeue -O` from which a `JobInfo` is made.
 
-Of a field that it does not know, squeue of any version prints our separator alone, complains on standard error and goes
-on: ExcNodes came with 24.05, Exclusive with 26.05.
+For an unknown field, squeue of any version prints our separator alone, complains on standard error and continues.
+ExcNodes exists since 24.05, Exclusive since 26.05.
 """
 
 
 def job_format(nonce: str) -> str:
     """Value of `squeue -O`: fields with separators between and after them, and no width, so that nothing is cut off.
 
-    With a nonce made anew for each call no user can give a job a name that reads like another row.
+    The nonce is new for each call, so no user can give a job a name that reads like another row.
     """
     return f":|{nonce}|,".join(JOB_FIELDS) + f":|{nonce}."
 
 
 def jobs(text: str, nonce: str) -> list[JobInfo]:
-    """Rows of `squeue -h -O` with `job_format(nonce)`. Rows with another number of fields are left out."""
+    """Rows of `squeue -h -O` with `job_format(nonce)`. Rows with another number of fields are omitted."""
     rows = (row.lstrip("\n").split(f"|{nonce}|") for row in text.split(f"|{nonce}."))
     return [job(dict(zip(JOB_FIELDS, row, strict=True))) for row in rows if len(row) == len(JOB_FIELDS)]
 
@@ -50,12 +50,12 @@ def job(row: Mapping[str, str]) -> JobInfo:
         nodes=nodes(row.get("NodeList", "")),
         num_nodes=num_nodes,
         planned_nodes=nodes(row.get("SchedNodes", "")),
-        submit_at=when(row.get("SubmitTime", "")),
+        submit_at=unix_time(row.get("SubmitTime", "")),
         restarts=count(row.get("RestartCnt", "0")),
-        start_at=when(row.get("StartTime", "")),
-        end_at=when(row.get("EndTime", "")),
+        start_at=unix_time(row.get("StartTime", "")),
+        end_at=unix_time(row.get("EndTime", "")),
         time_limit_s=duration(row.get("TimeLimit", "")),
-        preempt_at=when(row.get("PreemptTime", "")),
+        preempt_at=unix_time(row.get("PreemptTime", "")),
         priority=count(row.get("PriorityLong", "")),
         comment=word(row.get("Comment", "")),
         het_job_id=word(row.get("HetJobID", "")) or None,
@@ -68,28 +68,28 @@ def job(row: Mapping[str, str]) -> JobInfo:
         gpu_type=gpu_type,
         gres=other_gres(row.get("tres-per-node", "")),
         licenses=_licenses(row.get("Licenses", "")),
-        exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
-        exclusive_user=shared == "USER",
+        exclusive=(sharing := _sharing(row)) in ("NO", "NODE", "TOPO"),
+        exclusive_user=sharing == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),
         excluded_nodes=nodes(row.get("ExcNodes", "")),
-        eligible_at=when(row.get("EligibleTime", "")),
+        eligible_at=unix_time(row.get("EligibleTime", "")),
         reservation=word(row.get("Reservation", "")),
         array_job_id=row["ArrayJobID"].strip() if word(row.get("ArrayTaskID", "")) else "",
         array_tasks=word(row.get("ArrayTaskID", "")) if row["State"].strip() == "PENDING" else "",
     )
 
 
-def _shared(row: Mapping[str, str]) -> str:
-    """With whom it shares nodes, in OverSubscribe's words: NO (nobody), USER, OK ...
+def _sharing(row: Mapping[str, str]) -> str:
+    """With whom the job shares nodes, in OverSubscribe's words: NO (nobody), USER, OK ...
 
-    From 26.05 on OverSubscribe is NO for nearly every job, and Exclusive says what it said before.
+    Since 26.05 OverSubscribe is NO for nearly every job, and Exclusive says what OverSubscribe said before.
     """
     newer = word(row.get("Exclusive", ""))
     return "OK" if newer == "NO" else newer or word(row.get("OverSubscribe", ""))
 
 
 def _licenses(text: str) -> dict[str, int]:
-    """`matlab:2,ansys@server`; of alternatives (`a|b`) all."""
+    """Licenses of `matlab:2,ansys@server`; of alternatives (`a|b`) all."""
     items = (item.partition(":") for item in re.split("[,|]", word(text)))
     return {name: count(number) or 1 for name, _, number in items if name}
 
@@ -99,29 +99,29 @@ def _each(total: int, num_nodes: int) -> int:
 
 
 def _job_memory_mb(row: Mapping[str, str], num_nodes: int) -> int:
-    """From the TRES, which say what MinMemory does not: whether it is per CPU or per node."""
+    """Memory per node from the TRES. MinMemory alone does not say whether it is per CPU or per node."""
     match = re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
     return _each(megabytes(match[1]), num_nodes) if match else megabytes(row.get("MinMemory", ""))
 
 
 def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:
-    """GPUs on each node and their type; "" where it asks for any, or for several types."""
+    """GPUs on each node and their type; "" if the job requests any type, or several types."""
     total, kinds = 0, set()
-    for field, times, over in (
+    for field, times, divisor in (
         ("tres-per-node", 1, 1),
         ("tres-per-job", 1, num_nodes),
         ("tres-per-task", count(row.get("NumTasks", "1")), num_nodes),
     ):
-        asked = gpu_types(row.get(field, ""))
-        total = max(total, _each(sum(asked.values()) * times, over))
-        kinds |= set(asked)
+        requested = gpu_types(row.get(field, ""))
+        total = max(total, _each(sum(requested.values()) * times, divisor))
+        kinds |= set(requested)
     return total, kinds.pop() if len(kinds) == 1 else ""
 
 
 def submitted_id(text: str) -> str | None:
-    """Job id in the output of `sbatch --parsable`: the last line that is one, for sites print banners."""
-    found = [line.strip() for line in text.splitlines() if re.fullmatch(r"\s*\d+(;\S+)?\s*", line)]
-    return found[-1].partition(";")[0] if found else None
+    """Job id in the output of `sbatch --parsable`: the last line that is one, because sites print banners."""
+    ids = [line.strip() for line in text.splitlines() if re.fullmatch(r"\s*\d+(;\S+)?\s*", line)]
+    return ids[-1].partition(";")[0] if ids else None
 
 
 # Words of slurm_strerror() for everything that may happen after the request has left (slurm_errno.c).
@@ -143,7 +143,7 @@ _UNCERTAIN = (
 
 
 def is_refusal(stderr: str) -> bool:
-    """True when sbatch's messages prove that no job exists: Slurm or sbatch itself said no."""
+    """Return True if sbatch's messages prove that no job exists: Slurm or sbatch itself refused it."""
     text = stderr.lower()
     if any(phrase in text for phrase in _UNCERTAIN):
         return False

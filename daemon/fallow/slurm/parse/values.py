@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 MOST_NODES = 100_000
-"""No cluster has more. Every name of a folded list is made before anybody can look at it, and would take all memory."""
+"""Maximum names of a folded list. No cluster has more, and unfolding a longer list would take all memory."""
 
 _NOTHING = frozenset(
     ["", "(null)", "N/A", "n/a", "None", "Unknown", "UNLIMITED", "INFINITE", "INVALID", "NOT_SET", "Partition_Limit"]
@@ -29,13 +29,13 @@ _MULTIPLES = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 
 def word(text: str) -> str:
-    """The text, or "" for Slurm's ways to say that there is none."""
+    """The text, or "" for Slurm's words for nothing."""
     text = text.strip()
     return "" if text in _NOTHING else text
 
 
 def nodes(text: str) -> list[str]:
-    """Names in a folded node list, sorted; [] for none. One that cannot be read, or names too many, counts as none."""
+    """Names in a folded node list, sorted; [] for none, for an unreadable list, and for a list of too many names."""
     text = word(text)
     if not text or text == "ALL":
         return []
@@ -51,7 +51,7 @@ def nodes(text: str) -> list[str]:
 
 
 def most_names(text: str) -> int:
-    """How many names a folded list has, at most; nothing is unfolded for it."""
+    """Maximum number of names in a folded list, without unfolding it."""
     total = 0
     for piece in re.split(r",(?![^\[]*\])", text):
         names = 1
@@ -63,12 +63,12 @@ def most_names(text: str) -> int:
     return total
 
 
-def folded(found: Collection[str]) -> str:
+def folded(node_names: Collection[str]) -> str:
     """Names as a node list, `n[1-3],gpu7`; empty for none.
 
-    Brackets are at the ends of names alone: before 23.11 sbatch refuses `r[1-2]n1` and `n[1-2].site`.
+    Brackets stand only at the ends of names: before 23.11 sbatch refuses `r[1-2]n1` and `n[1-2].site`.
     """
-    names = sorted(found)
+    names = sorted(node_names)
     if any(set("[],&!^@ ") & set(name) for name in names):
         return ",".join(names)  # no names of nodes; as they are
     numbered = NodeSet.fromlist([name for name in names if name[-1].isdecimal()], resolver=RESOLVER_NOGROUP)
@@ -76,7 +76,7 @@ def folded(found: Collection[str]) -> str:
     return ",".join([*filter(None, [str(numbered)]), *(name for name in names if not name[-1].isdecimal())])
 
 
-def when(text: str) -> float | None:
+def unix_time(text: str) -> float | None:
     """A point in time in Unix seconds: epoch (SLURM_TIME_FORMAT=%s) or ISO in UTC (TZ=UTC); else None."""
     text = word(text)
     if text.isdecimal():
@@ -96,8 +96,8 @@ def duration(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None
-    days, *rest = match.groups()
-    numbers = [int(part) for part in rest if part is not None]
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
     if days is None and len(numbers) < 3:  # minutes[:seconds]; behind days come hours[:minutes[:seconds]]
         numbers.insert(0, 0)
     hours, minutes, seconds = [*numbers, 0, 0][:3]
@@ -105,7 +105,7 @@ def duration(text: str) -> float | None:
 
 
 def count(text: str) -> int:
-    """A number of things: `8`, `8-8` (the least of a range), `2K`; 0 when there is none."""
+    """A number: `8`, `8-8` (the minimum of a range), `2K`; 0 if there is none."""
     match = re.match(r"(\d+(?:\.\d+)?)([KMG]?)", word(text))
     return int(float(match[1]) * _MULTIPLES.get(match[2], 1)) if match else 0
 
@@ -114,18 +114,18 @@ def gpu_types(text: str) -> dict[str, int]:
     """GPUs by type in a list of gres or TRES, type "" where none is named: `gpu:a100:2(IDX:0,2),nvme:1`,
     `gres:gpu:2`, `gres/gpu:a100=2`, `gpu`.
     """
-    found: dict[str, int] = {}
-    for name, *rest in _gres(text):
+    counts: dict[str, int] = {}
+    for name, *fields in _gres(text):
         if name == "gpu":
-            number = rest.pop() if rest and re.fullmatch(r"\d+[KMG]?", rest[-1]) else "1"
-            kind = ":".join(rest)
-            found[kind] = found.get(kind, 0) + count(number)
-    return found
+            number = fields.pop() if fields and re.fullmatch(r"\d+[KMG]?", fields[-1]) else "1"
+            kind = ":".join(fields)
+            counts[kind] = counts.get(kind, 0) + count(number)
+    return counts
 
 
 def other_gres(text: str) -> list[str]:
-    """Names of all else in such a list, sorted: `nvme`."""
-    return sorted({name for name, *rest in _gres(text) if name not in ("", "gpu") and rest[-1:] != ["0"]})
+    """Names of all gres but GPUs in a list of gres or TRES, sorted: `nvme`."""
+    return sorted({name for name, *fields in _gres(text) if name not in ("", "gpu") and fields[-1:] != ["0"]})
 
 
 def _gres(text: str) -> Iterator[list[str]]:
@@ -161,7 +161,7 @@ def node_state(text: str) -> tuple[str, list[str]]:
 
 
 def preempt_mode(text: str) -> str:
-    """What happens to a job: `GANG,SUSPEND`, `REQUEUE`, `cancel,within`; OFF where nothing is said."""
+    """What preemption does to a job: `GANG,SUSPEND`, `REQUEUE`, `cancel,within`; OFF if nothing is said."""
     # The other words say whose jobs, or how SUSPEND is carried out.
     modes = [mode for mode in word(text).upper().split(",") if mode in ("CANCEL", "REQUEUE", "SUSPEND")]
     return modes[0] if modes else "OFF"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.training.audit import Done, Fed, Gap, Record, Start
+from fallow.core.training.audit import Fed, Gap, Record, Start, StepFinished
 from fallow.files import append_private, network_filesystem
 from fallow.model import Exit, FallowError
 
@@ -39,7 +39,7 @@ _decoder = msgspec.json.Decoder(Record)
 class Ledger:
     """Collects records and writes them together when it matters: before a step's sums are told.
 
-    A record may be missing its step's `Done` if the process was killed. A `Fed` that counts is never missing, because
+    The `StepFinished` of a step may be missing if the process was killed. A `Fed` that counts is never missing, because
     it is in the file before other members can have used its gradients. The exception is a file that cannot be written.
     Neither a full disk nor one that hangs may end the training: records are kept until it can be, and `tell` says so.
 
@@ -210,4 +210,4 @@ def read_ledger(path: Path) -> Iterator[Record]:
                 return  # the rest of the line may be written at this moment
 
 
-__all__ = ["LAST_S", "LEAVING_S", "Done", "Fed", "Gap", "Ledger", "Record", "Start", "read_ledger"]
+__all__ = ["LAST_S", "LEAVING_S", "Fed", "Gap", "Ledger", "Record", "Start", "StepFinished", "read_ledger"]

@@ -135,7 +135,7 @@ class Handler(RendezvousHandler):
     def _begin_again(self, reason: str) -> None:
         """Have the head begin another generation among the same members."""
         assert self._taken is not None
-        if self._attempts.spent(time.monotonic()):
+        if self._attempts.is_exhausted(time.monotonic()):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
             self.session.say(fault=Fault(code=1, message=text, signature=reason))
             self._leave(1, text)
@@ -154,7 +154,7 @@ class Handler(RendezvousHandler):
         if taken.ranks is None:
             session.leave(self._taken.generation if self._taken is not None else 0, taken.generation)
             self._leave(0, "")
-        self._attempts.began([*map(member_name, taken.ranks.nodes)], time.monotonic())
+        self._attempts.begin([*map(member_name, taken.ranks.nodes)], time.monotonic())
         return taken
 
     def _leave(self, code: int, reason: str) -> NoReturn:

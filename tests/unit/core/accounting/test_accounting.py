@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.accounting.fairshare import HALF_LIFE_S, LEAST, MOST, factors, faded_use
-from fallow.core.accounting.pacing import dispensable, extra_nodes, schedule
+from fallow.core.accounting.pacing import extra_nodes, may_release, schedule
 from fallow.core.accounting.spans import Span, Use
 from fallow.core.accounting.usage import (
     DAY_S,
@@ -129,7 +129,7 @@ allocations = st.builds(
 
 @given(st.lists(allocations, max_size=5), times)
 def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -> None:
-    """Base + harvested + wasted = what Slurm allocated, whatever the head's clock said, day by day and in all."""
+    """Base + harvested + wasted = what Slurm allocated, for each day and in total, whatever the head's clock said."""
     sums: Tallies = {}
     for allocation in held:
         tally(sums, allocation, now)
@@ -164,21 +164,21 @@ SPEEDS = ((1, 1.0), (2, 1.9), (4, 3.5), (8, 6.0))
 
 def test_a_run_ahead_asks_for_nothing_and_one_behind_for_what_it_takes() -> None:
     ahead = schedule(0.0, 1000.0, 2000, 1200, 500.0)
-    assert extra_nodes(ahead, SPEEDS, held=0, most=8) == 0
+    assert extra_nodes(ahead, SPEEDS, nodes_held=0, max_nodes=8) == 0
     behind = schedule(0.0, 1000.0, 2000, 500, 500.0)  # 1500 steps in 500 s
     assert behind.nodes(SPEEDS) == 4
-    assert extra_nodes(behind, SPEEDS, held=1, most=8) == 3
-    assert extra_nodes(behind, SPEEDS, held=1, most=2) == 1
-    assert extra_nodes(behind, SPEEDS, held=5, most=8) == 0
+    assert extra_nodes(behind, SPEEDS, nodes_held=1, max_nodes=8) == 3
+    assert extra_nodes(behind, SPEEDS, nodes_held=1, max_nodes=2) == 1
+    assert extra_nodes(behind, SPEEDS, nodes_held=5, max_nodes=8) == 0
 
 
 def test_extra_nodes_go_only_with_some_slack_and_if_the_rest_is_fast_enough() -> None:
     slightly = schedule(0.0, 1000.0, 2000, 1050, 500.0)
-    assert not dispensable(slightly, SPEEDS, held=8, extra=1), "asked back at once otherwise"
+    assert not may_release(slightly, SPEEDS, nodes_held=8, extra_nodes=1), "asked back at once otherwise"
     well = schedule(0.0, 1000.0, 2000, 1300, 500.0)
     assert well.comfortable
-    assert dispensable(well, SPEEDS, held=3, extra=1)
-    assert not dispensable(well, SPEEDS, held=2, extra=1)
+    assert may_release(well, SPEEDS, nodes_held=3, extra_nodes=1)
+    assert not may_release(well, SPEEDS, nodes_held=2, extra_nodes=1)
 
 
 def test_use_fades_by_half_in_a_half_life() -> None:

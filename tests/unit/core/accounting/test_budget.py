@@ -1,5 +1,6 @@
-"""The node-hour budget (I10), against our own queue, a Slurm that answers late, loses answers and forgets jobs, and
-clocks that step."""
+"""The node-hour budget (I10), checked against a job queue of the test. Its Slurm answers late, loses answers and
+forgets jobs, and its clocks step.
+"""
 
 from dataclasses import dataclass
 from math import floor
@@ -30,7 +31,7 @@ def span(start: float, end: float | None = None, nodes: int = 1) -> Span:
 
 @dataclass
 class SlurmJob:
-    """The truth about a submission that Slurm took."""
+    """A job as it is in Slurm, whatever the head knows of it."""
 
     token: str
     job_id: str
@@ -41,7 +42,7 @@ class SlurmJob:
     forgotten: bool = False
 
     def claim(self) -> float:
-        """Node-seconds that it has held, or may yet hold."""
+        """Node-seconds that the job has held, or may yet hold."""
         if self.state not in ("PENDING", "RUNNING"):
             return 0.0 if self.start_at is None or self.end_at is None else self.end_at - self.start_at
         return self.limit_s
@@ -55,7 +56,7 @@ class SlurmJob:
 
 @dataclass
 class Call:
-    """An sbatch that has not ended."""
+    """A call of sbatch that has not ended."""
 
     allocation: Allocation
     job: SlurmJob
@@ -65,7 +66,7 @@ class Call:
 
 
 class NeverAboveTheBudget(RuleBasedStateMachine):
-    """Whatever happens in whatever order, what Slurm's jobs held and may still hold is within the budget."""
+    """In every order of events, the time that Slurm's jobs held and may still hold is within the budget."""
 
     @initialize(minutes=st.just(10) | st.integers(0, 40))
     def begin(self, minutes: int) -> None:
@@ -81,7 +82,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
 
     @rule(minutes=st.just(30) | st.integers(1, 30))
     def ask(self, minutes: int) -> None:
-        room = budget.left(self.budget_s, 0.0, self.allocations, self.polled_at)
+        room = budget.remaining_node_s(self.budget_s, 0.0, self.allocations, self.polled_at)
         granted = min(minutes, floor(room / 60))
         if granted < 1:
             return
@@ -203,21 +204,21 @@ TestNeverAboveTheBudget.settings = settings(max_examples=200, stateful_step_coun
 
 def test_a_released_allocation_gives_back_what_it_did_not_use() -> None:
     mine = harvest(minutes=60, state=AllocationState.ENDED, job_id="7", spans={"7": span(NOW)})
-    assert budget.booked(mine, NOW + 60.0) == 3600.0, "Slurm has not shown its end yet"
+    assert budget.booked_node_s(mine, NOW + 60.0) == 3600.0, "Slurm has not shown its end yet"
     mine.spans["7"].end_at, mine.settled = NOW + 90.0, True
-    assert budget.booked(mine, NOW + 10_000.0) == 90.0
+    assert budget.booked_node_s(mine, NOW + 10_000.0) == 90.0
     mine.end_guessed = True
-    assert budget.booked(mine, NOW + 10_000.0) == 3600.0
+    assert budget.booked_node_s(mine, NOW + 10_000.0) == 3600.0
 
 
 def test_the_first_base_job_is_free_and_a_renewed_one_is_not() -> None:
     known = {"job_id": "1", "nodes_wanted": 2, "limit_s": 600.0, "spans": {"1": span(NOW, nodes=2)}}
     base = allocation("t", kind=AllocationKind.BASE, **known)
-    assert budget.booked(base, NOW + 60) == 0.0
+    assert budget.booked_node_s(base, NOW + 60) == 0.0
     base.renewed = True
-    assert budget.booked(base, NOW + 60) == 1200.0
+    assert budget.booked_node_s(base, NOW + 60) == 1200.0
     base.limit_s = None
-    assert budget.left(3600.0, 0.0, [base], NOW) < 0, "a job without end leaves room for nothing"
+    assert budget.remaining_node_s(3600.0, 0.0, [base], NOW) < 0, "a job without end leaves room for nothing"
 
 
 @given(
@@ -233,12 +234,12 @@ def test_what_was_granted_more_than_asked_is_over_before_the_budget_is(
         for i, (m, held, n) in enumerate(extended)
     ]
     end = budget.exhausted_at(budget_s, 0.0, running, NOW)
-    fits = budget.left(budget_s, 0.0, running, NOW) >= 0
+    fits = budget.remaining_node_s(budget_s, 0.0, running, NOW) >= 0
     assert (end is None) == fits
     if end is not None:
         assert end >= NOW
-        held = sum(budget.spent(a, end) for a in running)
-        already = sum(budget.spent(a, NOW) for a in running)
+        held = sum(budget.spent_node_s(a, end) for a in running)
+        already = sum(budget.spent_node_s(a, NOW) for a in running)
         assert held <= max(budget_s, already) + 1e-3
 
 
@@ -256,13 +257,13 @@ def test_a_poll_tells_what_was_held() -> None:
 
 
 def test_a_requeued_job_that_completes_has_held_its_node_since_it_started() -> None:
-    """squeue shows when it may start next, which moves with the clock (seen with 22.05)."""
+    """squeue shows the next possible start of such a job, which moves with the clock (seen with 22.05)."""
     mine, job = harvest(job_id="5"), SlurmJob("fallow-r-h1-x", "5", 900.0, "RUNNING", NOW)
     follow(mine, [job.info()], NOW + 30, {"n1": 8})
     job.state, job.start_at = "COMPLETING", NOW + 60
     follow(mine, [job.info()], NOW + 60, {"n1": 8})
     begin_again(mine, NOW + 62)
-    assert budget.spent(mine, NOW + 100) == 62.0
+    assert budget.spent_node_s(mine, NOW + 100) == 62.0
 
 
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
@@ -278,4 +279,4 @@ def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
 def test_a_job_that_was_over_before_a_poll_saw_it_counts_in_full() -> None:
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0)
     assert follow(mine, [], NOW + 30, {}) and follow(mine, [], NOW + 60, {}) and mine.settled
-    assert budget.booked(mine, NOW + 100_000) == 600.0
+    assert budget.booked_node_s(mine, NOW + 100_000) == 600.0

@@ -1,4 +1,4 @@
-"""What is concluded from what was seen of a site, and of its nodes' GPUs and network."""
+"""Verdicts about a site, and about its nodes' GPUs and network."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from fallow.agent.launch import slot_environment
 from fallow.core.checks import site as checks
 from fallow.core.checks.devices import Devices, visible
-from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts, verdicts
+from fallow.core.checks.gpu_checks import AllocationFacts, AllReduceTiming, NodeFacts, verdicts
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.slurm.parse import folded
@@ -53,7 +53,7 @@ GPU = PartitionInfo(partition="gpu", nodes=["n1"])
 )
 def test_verdicts(check: Check, level: Level, words: str) -> None:
     assert check.level is level
-    assert words in check.found
+    assert words in check.text
     assert check.fix or level is Level.OK
 
 
@@ -76,38 +76,38 @@ def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:
     assert checks.harvest_qos(plain, "idle") is None and checks.harvest_qos(by_qos, None) is None
     assert checks.harvest_qos(by_qos, "idle") == Check("harvest qos", Level.OK, "idle: others preempt its jobs")
     warned = checks.harvest_qos(by_qos, "calm")
-    assert warned is not None and warned.level is Level.WARN and "others preempt are: idle" in warned.fix
+    assert warned is not None and warned.level is Level.WARN and "idle" in warned.fix and "calm" not in warned.fix
 
 
 def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
     refused = {"gpu": "others' jobs cannot be seen"}
     (verdict,) = checks.partitions(cluster(GPU), ["gpu"], True, refused)
-    assert (verdict.level, verdict.found) == (Level.FAIL, "not harvested: others' jobs cannot be seen")
+    assert (verdict.level, verdict.text) == (Level.FAIL, "not harvested: others' jobs cannot be seen")
     assert "[site]" in verdict.fix
 
 
 def node(name: str, **changes: Any) -> NodeFacts:
     says = {"driver": "NVIDIA 580.1", "torch": "for CUDA 13.0"}
-    one = NodeFacts(node=name, devices=["H100"] * 4, rate_gbit_s=800.0, says=says, fixes={})
+    one = NodeFacts(node=name, devices=["H100"] * 4, rate_gbit_s=800.0, findings=says, fixes={})
     return msgspec.structs.replace(one, **changes)
 
 
-def judged(*nodes: NodeFacts, measured: Measured | None = None) -> dict[str, Check]:
-    return {check.name: check for check in verdicts(Found([*nodes], measured), folded)}
+def judged(*nodes: NodeFacts, measured: AllReduceTiming | None = None) -> dict[str, Check]:
+    return {check.name: check for check in verdicts(AllocationFacts([*nodes], measured), folded)}
 
 
 def test_what_all_nodes_say_is_said_once_and_nodes_that_differ_are_named() -> None:
     found = judged(node("n1"), node("n2"))
-    assert {(name, check.level, check.found) for name, check in found.items()} == {
+    assert {(name, check.level, check.text) for name, check in found.items()} == {
         ("GPUs", Level.OK, "4 x H100"),
         ("driver", Level.OK, "NVIDIA 580.1"),
         ("torch", Level.OK, "for CUDA 13.0"),
     }
-    other = node("n2", says={"driver": "NVIDIA 570.9", "variables": "FI_X=1"}, devices=[])
+    other = node("n2", findings={"driver": "NVIDIA 570.9", "variables": "FI_X=1"}, devices=[])
     found = judged(node("n1"), other, node("n3"))
     assert (found["GPUs"].level, found["driver"].level) == (Level.WARN, Level.WARN)
-    assert found["driver"].found == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
-    assert found["variables"].found == "n[1,3]: none; n2: FI_X=1"
+    assert found["driver"].text == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
+    assert found["variables"].text == "n[1,3]: none; n2: FI_X=1"
 
 
 def test_what_is_missing_has_a_remedy() -> None:
@@ -121,11 +121,11 @@ def test_what_is_missing_has_a_remedy() -> None:
 
 @pytest.mark.parametrize(("seconds", "level"), [(4.5e-3, Level.OK), (20e-3, Level.WARN)])
 def test_the_bandwidth_is_compared_with_what_the_cards_allow(seconds: float, level: Level) -> None:
-    measured = Measured(ranks=8, size_bytes=256 << 20, seconds=seconds)
+    measured = AllReduceTiming(ranks=8, size_bytes=256 << 20, seconds=seconds)
     check = judged(node("n1"), node("n2"), measured=measured)["all-reduce"]
     assert measured.bus_gb_s == pytest.approx(2 * 7 / 8 * (256 << 20) / seconds / 1e9)
     assert check.level is level
-    assert "allow 100 GB/s" in check.found
+    assert "allow 100 GB/s" in check.text
 
 
 def test_what_a_node_with_cards_and_gpus_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +152,12 @@ def test_what_a_node_with_cards_and_gpus_says(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("NOT_NCCL", "x")
     monkeypatch.setenv("CC", "cc")
     found = look_around("n1", [torch.device("cpu")], tmp_path)
-    assert (found.says["driver"], found.says["GPUDirect"]) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
-    assert found.says["network"] == "mlx5_0:1 200 Gbit/s infiniband, eth0 25 Gbit/s ethernet"
+    assert (found.findings["driver"], found.findings["GPUDirect"]) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
+    assert found.findings["network"] == "mlx5_0:1 200 Gbit/s infiniband, eth0 25 Gbit/s ethernet"
     assert (found.rate_gbit_s, found.devices) == (200.0, [])
-    assert "NCCL_IB_HCA=mlx5_0" in found.says["variables"].split() and "NOT_NCCL" not in found.says["variables"]
+    assert "NCCL_IB_HCA=mlx5_0" in found.findings["variables"].split() and "NOT_NCCL" not in found.findings["variables"]
     headers = "python3-dev" in found.fixes.get("torch.compile", "")
-    assert headers and found.says["torch.compile"].endswith("Python.h missing")
+    assert headers and found.findings["torch.compile"].endswith("Python.h missing")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurr
     """Args: plugin: what the site's job_submit plugin writes in place of comments; None: it leaves them alone."""
     token = new_token("r-1", AllocationKind.HARVEST, 3, "0a1b2c", hurried=hurried)
     options = harvest_options(
-        RunSpec(run="r", name="r", min_nodes=1, max_nodes=2), token, "p", 5, "o", 1, hurried=hurried
+        RunSpec(run="r", name="r", min_nodes=1, max_nodes=2), token, "p", 5, "o", 1, has_normal_priority=hurried
     )
     if (comment := plugin) is None:
         comment = next(word.partition("=")[2] for word in options if word.startswith("--comment="))

@@ -86,7 +86,7 @@ def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the
     assert found["plain"].startswith("on nodes where nobody preempts its jobs: others' jobs cannot be seen")
     assert not refused(state)
     (check,) = checks.partitions(state, ["plain"], True, found)
-    assert "not on 1 of its" in check.found
+    assert "not on 1 of its" in check.text
 
 
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
@@ -102,7 +102,7 @@ def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> No
     found = refused(busy_and_idle(pair), allow_unfair=True)
     assert found == {"plain": "its jobs have 2 nodes at least, a request has one"}
     (check,) = checks.partitions(busy_and_idle(pair), ["plain"], True, found)
-    assert (check.level, check.found) == (Level.FAIL, found["plain"])
+    assert (check.level, check.text) == (Level.FAIL, found["plain"])
     (check,) = checks.partitions(busy_and_idle(pair), [], True, found)
     assert check.level is Level.WARN, "there is no other"
 
@@ -254,7 +254,7 @@ def test_where_new_jobs_are_safe_nobody_takes_a_node_back(
     state = seen(both, site, qos)
     assert [p.partition for p in state.partitions if p.preempts] == (["scavenge"] if preempted else [])
     told = checks.harvest_qos(site, qos)
-    assert preempted or partition_qos != "N/A" or (told is not None and "no preemption" in told.found)
+    assert preempted or partition_qos != "N/A" or (told is not None and "no preemption" in told.text)
 
 
 def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt() -> None:
@@ -333,7 +333,7 @@ async def test_an_accounting_that_is_away_makes_no_partition_preempt(command: Ca
     config = await client.config()
     assert config.qos_unknown and not preempts(config)
     told = checks.harvest_qos(config, "idle")
-    assert told is not None and "accounting does not say" in told.found
+    assert told is not None and "accounting does not say" in told.text
     command("sacctmgr", QOS.replace("idle||cluster|", "idle||cluster|00:10:00"))
     safe = await client.config()
     assert not safe.qos_unknown and not preempts(safe), "safe at first"

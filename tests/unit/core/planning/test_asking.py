@@ -79,7 +79,7 @@ def test_what_does_not_start_beside_idle_nodes_was_too_long_and_is_asked_for_wit
     assert too_long(unsure) == [True]
     assert too_long(preempting(nodes)) == [False], "nobody else wants these"
     assert [ask.minutes for ask in asked(unsure, [Demand("r", 1)], [late], RULES, known)] == [45], "by the same plan"
-    known.backoff.too_long("p", 90, NOW)
+    known.backoff.note_too_long("p", 90, NOW)
     assert asked(unsure, [Demand("r", 1)], [], RULES, known)[0].minutes == 45
 
 

@@ -116,7 +116,7 @@ def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
         now = backoff.until(BIO, "q")
     assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     assert backoff.until(Asker(), "p") == 0.0
-    backoff.started(BIO, "p", now)
+    backoff.note_started(BIO, "p", now)
     assert backoff.until(BIO, "q") <= now
     assert not backoff.strike("Resources", BIO, "p", 30, now)
     assert backoff.strike("(PartitionTimeLimit)", BIO, "p", 30, now) and backoff.longest(BIO, "p", now) == 15
@@ -136,5 +136,5 @@ def test_what_one_run_puts_off_concerns_no_other_and_the_next_head_goes_on_with_
     jobs = (harvest_jobs("r"), base_job("r"), harvest_jobs("s"))
     assert [backoff.put_off_until(what) - NOW for what in jobs] == [120.0, 60.0, -NOW]
     assert backoff.until(Asker(), "p") == 0.0
-    backoff.bound(NOW + 2 * LONGEST_S)
-    assert backoff.alone == {}, "runs that are over leave nothing behind"
+    backoff.expire(NOW + 2 * LONGEST_S)
+    assert backoff.strikes == {}, "runs that are over leave nothing behind"

@@ -11,7 +11,7 @@ from fallow.core.submission.sbatch import (
     captured_environment,
     harvest_options,
     job_environment,
-    said_later,
+    script_options,
 )
 from fallow.core.submission.sbatch_line import CommandLine, in_force, parse_nodes, split
 from fallow.core.submission.sbatch_table import BY_LONG, Reach
@@ -295,7 +295,7 @@ def test_a_base_job_that_is_submitted_again_has_in_each_component_what_was_in_fo
 ) -> None:
     script = f"#!/bin/sh\n#SBATCH {header}\nx\n"
     made = planned([*line.split(), "job.sh"], script, **variables)
-    later = said_later(made.spec, barred)
+    later = script_options(made.spec, barred)
     options = base_options(made.spec.sbatch_options, token="t", exported={}, barred=barred, by_script=later)
     again = parse_script(with_directives(script, later), "job.sh")
     found = in_force(split(["--job-name=t", *options]).components, again.components)
@@ -311,7 +311,7 @@ def test_what_a_later_component_alone_exports_is_not_what_the_first_one_exports(
     options = (
         made.options("t", {"A": ""})
         if first
-        else base_options(made.spec.sbatch_options, token="t", exported={"A": ""}, by_script=said_later(made.spec))
+        else base_options(made.spec.sbatch_options, token="t", exported={"A": ""}, by_script=script_options(made.spec))
     )
     assert [word for word in options if word.startswith("--export")] == ["--export=ALL", "--export=A"]
 

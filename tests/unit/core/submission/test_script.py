@@ -36,7 +36,7 @@ def test_the_header_of_a_script_ends_at_the_first_command() -> None:
         ["--constraint=a"],
     ]
     assert script.settings == {"nodes": "2:8", "seed": 7, "outlive-base": True, "partitions": ["a", "b"]}
-    assert script.warnings == ("job.sh, line 14: #SBATCH after the first command (line 13) is not read",)
+    assert script.warnings == ("job.sh, line 14: #SBATCH after the first command (line 13) is ignored",)
     python = parse_script("#!/usr/bin/env python3\n#SBATCH -N2\nimport os\n", "t.py")
     assert python.components[0][0].canonical == "--nodes=2" and not python.settings
 
@@ -50,11 +50,11 @@ def test_the_header_of_a_script_ends_at_the_first_command() -> None:
         ("\ufeff#!/bin/sh\n", "byte order mark"),
         ("#!/bin/sh\n#SBATCH --nodse=2\n", r"s, line 2: .*did you mean --nodes\?"),
         ("#!/bin/sh\n#SBATCH -J 'a\n", "s, line 2: the quote ' is not closed"),
-        ("#!/bin/sh\n#SBATCH hetjob -N2\n", "s, line 2: sbatch reads nothing behind hetjob"),
+        ("#!/bin/sh\n#SBATCH hetjob -N2\n", "s, line 2: sbatch ignores options after hetjob"),
         ("#!/bin/sh\n#SBATCH --nodes=1:4\n", "write `#FALLOW nodes=1:4`"),
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
         ("#!/bin/sh\n#FALLOW outlive-base=yes\n", "line 2: #FALLOW outlive-base takes no value"),
-        ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
+        ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "not an account name"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),
         (f"#!/bin/sh\n#FALLOW seed={'9' * 5000}\n", "at most 9223372036854775807"),
         ("#!/bin/sh\n#FALLOW min-minutes=10000001\n", "at most 10000000"),

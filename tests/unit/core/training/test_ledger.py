@@ -1,4 +1,4 @@
-"""A ledger whose disk has no room, or hangs: nothing is raised, nothing is misread, and what is missing is said."""
+"""A ledger whose disk is full or hangs: nothing is raised or misread, and missing records are reported."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from fallow.core.training.audit import audit
 from fallow.head.api.reports import sample_count
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
-from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
+from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, StepFinished, read_ledger
 
 DEADLINE_S = 120.0
 
@@ -30,7 +30,7 @@ def fed(step: int, generation: int = 1) -> Fed:
 
 
 class Disk:
-    """Takes so many bytes of each write; None: has no room."""
+    """Accepts so many bytes of each write; None: the disk is full."""
 
     def __init__(self, takes: list[int | None]) -> None:
         self._takes = takes
@@ -44,7 +44,7 @@ class Disk:
 
 
 def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, threaded: bool = False) -> list[int | None]:
-    """Write a ledger of so many steps on that disk, and what it told meanwhile."""
+    """Write a ledger of so many steps on this disk. Returns what the ledger reported."""
     told: list[int | None] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", disk.write)
@@ -139,14 +139,16 @@ def test_a_run_that_goes_back_while_its_samples_are_counted_has_lost_none(tmp_pa
 
 @pytest.mark.parametrize("suspended", [False, True])
 def test_what_is_done_again_behind_a_checkpoint_is_not_lost_meanwhile(tmp_path: Path, suspended: bool) -> None:
-    """The only member was killed at step 10; the next one begins at 5, is at step 8 and has lost what it did at 6."""
+    """The only member was killed at step 10. The next member begins at step 5, is at step 8, and has lost records of
+    step 6.
+    """
 
     def write(name: str, generation: int, steps: list[int]) -> None:
         ledger = Ledger(tmp_path / name)
         ledger.add(Start(generation=generation, first_step=steps[0]))
         for step in steps:
             ledger.add(fed(step, generation))
-            ledger.add(Done(generation=generation, step=step))
+            ledger.add(StepFinished(generation=generation, step=step))
         ledger.flush()
 
     write("n0.ledger", 1, list(range(10)))

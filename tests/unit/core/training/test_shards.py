@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.training.audit import Done, Fed, Record, Start, audit
-from fallow.core.training.shards import EVERY, Division, divide, duties, filled, make_layout, mix, shard_crc, step_time
+from fallow.core.training.audit import Fed, Record, Start, StepFinished, audit
+from fallow.core.training.shards import (
+    EVERY,
+    Division,
+    divide,
+    duties,
+    fill_unmeasured,
+    make_layout,
+    mix,
+    shard_crc,
+    step_time,
+)
 from fallow.model import FallowError
 
 PACES = st.floats(0, 1e3, allow_nan=False)
@@ -73,11 +83,11 @@ def fed(generation: int, step: int, shard: int, n: int = 4, total: int = 8) -> F
 
 
 def history() -> list[Record]:
-    """Steps 0-1 by generation 1, step 2 begun by 1 and done again by 2."""
+    """Steps 0 and 1 by generation 1; step 2 begun by generation 1 and repeated by generation 2."""
     return [
         Start(generation=1, first_step=0),
         *(fed(1, step, shard) for step in range(2) for shard in range(2)),
-        *(Done(generation=1, step=step) for step in range(2)),
+        *(StepFinished(generation=1, step=step) for step in range(2)),
         fed(1, 2, 0),
         *(fed(2, 2, shard) for shard in range(2)),
     ]
@@ -115,17 +125,21 @@ def test_no_other_division_is_done_sooner(paces, more) -> None:
 
 
 def test_an_unknown_pace_is_the_median_of_the_known() -> None:
-    assert filled([0.0, 1.0, 4.0, 2.0]) == [2.0, 1.0, 4.0, 2.0]
-    assert filled([0.0, 0.0]) == [1.0, 1.0]
+    assert fill_unmeasured([0.0, 1.0, 4.0, 2.0]) == [2.0, 1.0, 4.0, 2.0]
+    assert fill_unmeasured([0.0, 0.0]) == [1.0, 1.0]
     assert divide(20, [1, 3, 0, 1]) == [6, 2, 6, 6]
 
 
 @given(st.integers(1, 60), st.lists(PACE | st.just(0.0), min_size=1, max_size=12), st.data())
 def test_small_noise_never_makes_it_flap(shards, paces, data) -> None:
-    """Speeds that stay the same, measured to within 1.5 %: it changes once at most, and not if it began so."""
+    """Constant speeds, measured to within 1.5 %: the division changes at most once after an even start, and never after
+    a measured one.
+    """
     even = data.draw(st.booleans())
     wobble = st.floats(0.985, 1.015)
-    noisy = st.tuples(*[wobble for _ in paces]).map(lambda by: [p * q for p, q in zip(filled(paces), by, strict=True)])
+    noisy = st.tuples(*[wobble for _ in paces]).map(
+        lambda by: [p * q for p, q in zip(fill_unmeasured(paces), by, strict=True)]
+    )
     division, changes = Division((0.0,) * len(paces) if even else tuple(data.draw(noisy))), 0
     for step in range(0, 10 * EVERY, EVERY):
         division, before = division.revised(shards, data.draw(noisy), step), division

@@ -207,17 +207,17 @@ def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
 
 def test_what_fails_is_tried_again_ever_later_but_within_the_interval() -> None:
     saving = Saving()
-    saving.began(1000.0)
+    saving.note_begin(1000.0)
     assert saving.due_in_s(600.0, 1000.0) == 600.0
     now, waits = 1600.0, []
     for _ in range(9):
-        saving.failed(now)
+        saving.note_failure(now)
         waits.append(saving.due_in_s(600.0, now))
         now += waits[-1]
     assert waits == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 600.0]
-    saving.written(now, took_s=30.0)
+    saving.note_written(now, took_s=30.0)
     assert saving.due_in_s(600.0, now) == 570.0, "complete when the interval is over"
-    saving.written(now - 50, took_s=30.0)
+    saving.note_written(now - 50, took_s=30.0)
     assert saving.due_in_s(600.0, now) == 570.0, "an older one that was heard of later"
-    saving.written(now, took_s=1000.0)
+    saving.note_written(now, took_s=1000.0)
     assert saving.due_in_s(600.0, now) == 300.0
