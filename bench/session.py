@@ -82,7 +82,7 @@ def train(params: int, members: int, schedule: str = "", /, **options: object) -
             raise FallowError(f"the measured training is {text}", Exit.SOFTWARE)
         return Trained(
             report=report,
-            happened=driver.happened,
+            happened=driver.performed_items,
             finished=read_steps(log),
             workers=workers,
             result=result.read_bytes() if result.exists() else b"",

@@ -54,7 +54,7 @@ def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
     idle, ours = [node_view("n1")], [node_view("n1", NodeOwner.OURS, "digits-1")]
     runs = [run_view(members=[member("n1")])]
     view = seen(snapshot(START, nodes=idle, runs=[]), snapshot(START + 2, nodes=ours, runs=runs))
-    view.lost("gone", START + 4)
+    view.apply_disconnect("gone", START + 4)
     view.apply(snapshot(START + 6, nodes=ours, runs=runs), 6.0)
     # The outage counts from the last data.
     assert glyphs(view, view.timeline(8, 1.0)["n1"]) == " ··    a"
@@ -76,7 +76,7 @@ def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> Non
     for seq in (1, 2, 2, 1):
         view.apply(event(seq), 0.0)
     assert [item.seq for item in view.events] == [1, 2]
-    view.lost("gone", START)
+    view.apply_disconnect("gone", START)
     view.apply(snapshot(last_event=0), 1.0)
     view.apply(event(1, text="new"), 1.0)
     assert [item.text for item in view.events] == ["new"]

@@ -113,7 +113,7 @@ class TopApp(App[None]):
             except Exception as error:
                 # Whatever went wrong with the head is for the header, never a traceback over the screen.
                 reason = clean(str(error)) or type(error).__name__
-            self.view.lost(reason, self._wall())
+            self.view.apply_disconnect(reason, self._wall())
             self._draw_soon()
             await asyncio.sleep(self._retry_s)
 

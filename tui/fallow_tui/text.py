@@ -50,14 +50,14 @@ def duration(seconds: float | None) -> str:
     """At most six characters: `8s`, `4:05`, `2h07m`, `3d04h`; `-` where unknown."""
     if seconds is None:
         return "-"
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02}"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+    whole_s = max(0, int(seconds))
+    if whole_s < 60:
+        return f"{whole_s}s"
+    if whole_s < 3600:
+        return f"{whole_s // 60}:{whole_s % 60:02}"
+    if whole_s < 86400:
+        return f"{whole_s // 3600}h{whole_s % 3600 // 60:02}m"
+    return f"{whole_s // 86400}d{whole_s % 86400 // 3600:02}h"
 
 
 def count(number: float) -> str:
@@ -89,8 +89,8 @@ def clock(at: float) -> str:
 
 def sparkline(values: list[float], width: int) -> str:
     """The newest `width` values as bars from zero, right aligned."""
-    shown = values[-width:]
-    top = max(shown, default=0.0)
+    newest = values[-width:]
+    top = max(newest, default=0.0)
     if top <= 0:
-        return (SPARKS[0] * len(shown)).rjust(width)
-    return "".join(SPARKS[min(7, int(max(0.0, value) / top * 7.99))] for value in shown).rjust(width)
+        return (SPARKS[0] * len(newest)).rjust(width)
+    return "".join(SPARKS[min(7, int(max(0.0, value) / top * 7.99))] for value in newest).rjust(width)

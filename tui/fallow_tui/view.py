@@ -67,7 +67,7 @@ class View:
     cells: dict[str, Cell] = field(default_factory=dict)
     history: dict[str, list[tuple[float, Cell]]] = field(default_factory=dict)
     "per row: what it became, and when (Unix time of the head), oldest first"
-    ours: set[str] = field(default_factory=set)
+    our_rows: set[str] = field(default_factory=set)
     "rows that were ours at some time"
     rates: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class View:
         else:
             self._add_snapshot(clean_item(item), now)
 
-    def lost(self, reason: str, at: float) -> None:
+    def apply_disconnect(self, reason: str, at: float) -> None:
         """The head cannot be reached since `at` (Unix time; the first call of an outage counts)."""
         if self.away_since is None:
             self.away_since = at
@@ -131,13 +131,13 @@ class View:
 
     def changes(self, limit: int) -> list[EventRecord]:
         """The newest membership changes, newest first."""
-        found: list[EventRecord] = []
+        newest: list[EventRecord] = []
         for event in reversed(self.events):
-            if len(found) == limit:
+            if len(newest) == limit:
                 break
             if event.kind in CHANGES:
-                found.append(event)
-        return found
+                newest.append(event)
+        return newest
 
     def timeline(self, columns: int, column_s: float) -> dict[str, list[Cell]]:
         """Rows that were ours at some time shown, those that changed first, as `columns` cells up to now."""
@@ -147,7 +147,7 @@ class View:
         last = self.snapshot.at // column_s * column_s
         ends = [last + column_s * (2 - columns + number) for number in range(columns)]
         rows: dict[str, list[Cell]] = {}
-        for row in sorted(self.ours):
+        for row in sorted(self.our_rows):
             cells = list(_sample(self.history[row], ends))
             if any(cell.owner is NodeOwner.OURS for cell in cells):
                 rows[row] = cells
@@ -194,7 +194,7 @@ class View:
             return
         marks.append((at, cell))
         if cell.owner is NodeOwner.OURS:
-            self.ours.add(row)
+            self.our_rows.add(row)
         # The newest mark before the horizon still says what the row was at the horizon.
         while len(marks) > 1 and marks[1][0] < at - KEEP_S:
             del marks[0]
@@ -222,7 +222,7 @@ def _cells(snapshot: Snapshot) -> dict[str, Cell]:
     """One cell per node; members stand for themselves where no Slurm names their nodes."""
     kinds: dict[str, tuple[str, AllocationKind]] = {}
     phases: dict[str, MemberPhase] = {}
-    known = {node.node for node in snapshot.nodes}
+    node_names = {node.node for node in snapshot.nodes}
     cells: dict[str, Cell] = {}
     for run in snapshot.runs:
         for allocation in run.allocations:
@@ -235,7 +235,7 @@ def _cells(snapshot: Snapshot) -> dict[str, Cell]:
             # Of several members on a node the one that is furthest into the membership speaks for it.
             if _RANK[member.phase] >= _RANK[phases.get(member.node)]:
                 phases[member.node] = member.phase
-            if member.node not in known:
+            if member.node not in node_names:
                 cells[member.member] = Cell(NodeOwner.OURS, run.run, member.allocation, member.phase)
     for node in snapshot.nodes:
         if node.owner is not NodeOwner.OURS:

@@ -33,7 +33,7 @@ STYLES = {
     "FAIL": "red",
 }
 
-_FOLDED = 24
+_MIN_WIDTH = 24
 """Narrower than this no cell is folded."""
 
 _PIPE_WIDTH = 4000
@@ -156,7 +156,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console = Console(file=sys.stdout, width=None if terminal else _PIPE_WIDTH, highlight=False)
     rows = [[clean(cell, 512) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
-    if terminal and widths[0] + sum(min(width, _FOLDED) + 2 for width in widths[1:]) > console.width:
+    if terminal and widths[0] + sum(min(width, _MIN_WIDTH) + 2 for width in widths[1:]) > console.width:
         _show_paragraphs(columns, rows, console.width)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -173,9 +173,9 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _show_paragraphs(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
     """The first cell of each row, and below it the others with their names."""
-    for first, *others in rows:
+    for first, *cells in rows:
         # The blank between a name and its cell is one at which no line is broken.
-        named = "  ".join(f"{name}\xa0{cell}" for name, cell in zip(columns[1:], others, strict=True) if cell)
+        named = "  ".join(f"{name}\xa0{cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell)
         lines = textwrap.wrap(named, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         sys.stdout.write("\n".join([f"{columns[0]} {first}", *lines]).replace("\xa0", " ") + "\n")
 
@@ -189,9 +189,9 @@ def duration(seconds: float | None) -> str:
     """`1-02:03:04`, as Slurm writes it; `-` for unknown."""
     if seconds is None:
         return "-"
-    whole = max(int(seconds), 0)
-    days, rest = divmod(whole, 86_400)
-    clock = f"{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    whole_s = max(int(seconds), 0)
+    days, second_of_day = divmod(whole_s, 86_400)
+    clock = f"{second_of_day // 3600:02}:{second_of_day % 3600 // 60:02}:{second_of_day % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 

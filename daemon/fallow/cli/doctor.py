@@ -25,7 +25,7 @@ from fallow.files import Paths, network_filesystem, private_dir
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, HeadView, Snapshot
 from fallow.text import clean
 
-_NOT_USED = ", which no other host reaches; the head takes another address, see below"
+_LOOPBACK_NOTE = ", which no other host reaches; the head takes another address, see below"
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
@@ -41,17 +41,17 @@ def doctor(gpu: bool, as_json: bool) -> int:
         from fallow.nodecheck import launch
 
         say(f"all-reduces among the nodes take {launch.MEASURED_S:g} s, and starting them about as long")
-        found = launch.examine()
+        results = launch.examine()
     else:
-        found = examine()
-    level = checks.worst(found)
-    tell({"level": level, "checks": found}, as_json, lambda _: show(found))
+        results = examine()
+    level = checks.worst(results)
+    tell({"level": level, "checks": results}, as_json, lambda _: show(results))
     return Exit.UNAVAILABLE if level is Level.FAIL else Exit.OK
 
 
-def show(found: Iterable[Check]) -> None:
+def show(results: Iterable[Check]) -> None:
     """Prints each check in a line, and what to do in the next."""
-    for check in found:
+    for check in results:
         level = f"{check.level.value:<5}"
         # Rich's tables keep to it by themselves.
         level = level if os.environ.get("NO_COLOR") else click.style(level, fg=STYLES[check.level])
@@ -62,24 +62,24 @@ def show(found: Iterable[Check]) -> None:
 
 def examine() -> list[Check]:
     """All verdicts, in the order in which things depend on each other."""
-    found = [guarded("configuration", _configuration), guarded("host name", _host_name)]
+    results = [guarded("configuration", _configuration), guarded("host name", _host_name)]
     missing = [name for name in COMMANDS if shutil.which(name) is None]
-    found.append(checks.slurm_commands(missing))
+    results.append(checks.slurm_commands(missing))
     cluster: ClusterState | None = None
     controllers: list[str] = []
     if not missing:
         slurm, cluster, controllers = _slurm()
-        found.extend(slurm)
-    found.append(guarded("state folder", lambda: _state_folder(cluster)))
-    found.append(guarded("runtime folder", _runtime_folder))
-    found.append(guarded("store", _store))
-    found.append(_torch())
-    found.extend(_head(cluster, controllers))
+        results.extend(slurm)
+    results.append(guarded("state folder", lambda: _state_folder(cluster)))
+    results.append(guarded("runtime folder", _runtime_folder))
+    results.append(guarded("store", _store))
+    results.append(_torch())
+    results.extend(_head(cluster, controllers))
     # A head opens as many files as it is let; -1 is no limit.
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    found.append(checks.limits(files, processes))
-    found.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
-    return found
+    results.append(checks.limits(files, processes))
+    results.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
+    return results
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:
@@ -108,7 +108,7 @@ def _host_name() -> Check:
         return Check(
             "host name", Level.FAIL, f"{name} does not resolve ({error})", f"add {name} to /etc/hosts or to DNS"
         )
-    return Check("host name", Level.OK, f"{name} is {address}{_NOT_USED if is_loopback(str(address)) else ''}")
+    return Check("host name", Level.OK, f"{name} is {address}{_LOOPBACK_NOTE if is_loopback(str(address)) else ''}")
 
 
 def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
@@ -125,20 +125,20 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
-    unseen = not site.harvest_unseen and permission.Visibility().look(for_us, config)
-    refused = permission.refusals(for_us, config, unseen=unseen, allow_unfair=site.harvest_unfair)
+    jobs_are_hidden = not site.harvest_unseen and permission.Visibility().look(for_us, config)
+    refusals = permission.refusals(for_us, config, unseen=jobs_are_hidden, allow_unfair=site.harvest_unfair)
     has_pyslurm = importlib.util.find_spec("pyslurm") is not None and settings.slurm.client == "auto"
-    found = [
+    results = [
         checks.slurm_version(config),
         checks.slurm_client(backend, has_pyslurm and backend.startswith("command line")),
         checks.scheduler(config),
-        *checks.partitions(for_us, harvest.partitions, harvest.allow_without_preemption, refused, groups=own_groups()),
+        *checks.partitions(for_us, harvest.partitions, harvest.allow_without_preemption, refusals, groups=own_groups()),
         *filter(None, [checks.harvest_qos(config, harvest.qos)]),
         checks.priority(config, harvest.nice),
         checks.private_data(config),
         checks.clock(cluster.clock_offset_s),
     ]
-    return found, cluster, config.controllers
+    return results, cluster, config.controllers
 
 
 async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, str]:
@@ -161,12 +161,12 @@ def _other_hosts(cluster: ClusterState | None) -> bool:
     """Whether jobs may run on hosts other than this one; in a testbed all nodes are this host."""
     if cluster is None:
         return True
-    here = {socket.gethostname(), "localhost"}
+    own_names = {socket.gethostname(), "localhost"}
     try:
         hosts = set(re.findall(r"\bNodeHostname=(\S+)", Path(os.environ.get("SLURM_CONF", "")).read_text()))
     except (OSError, ValueError):
         hosts = set()
-    return not (hosts or {node.node for node in cluster.nodes}) <= here
+    return not (hosts or {node.node for node in cluster.nodes}) <= own_names
 
 
 def _runtime_folder() -> Check:
@@ -195,20 +195,21 @@ def _head(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
     from fallow.head.peers.whereabouts import address_towards
     from fallow.wire.address import host_of
 
-    others, found = _other_hosts(cluster), Check("head", Level.WARN, "not running", "start it with: fallow daemon")
+    has_other_hosts = _other_hosts(cluster)
+    verdict = Check("head", Level.WARN, "not running", "start it with: fallow daemon")
     try:
         if Paths.default().head_file.exists():
-            seen = ask("status", Snapshot, timeout_s=HEAD_S)
-            reached = checks.head_address(host_of(seen.head.endpoint), others, True)
-            absent = checks.agents([text for run in seen.runs for text in run.without_agent])
-            return [_state(seen.head), reached, *filter(None, [absent])]
+            snapshot = ask("status", Snapshot, timeout_s=HEAD_S)
+            address_check = checks.head_address(host_of(snapshot.head.endpoint), has_other_hosts, True)
+            agents_check = checks.agents([text for run in snapshot.runs for text in run.without_agent])
+            return [_state(snapshot.head), address_check, *filter(None, [agents_check])]
     except (FallowError, OSError) as error:
-        found = Check("head", Level.FAIL, str(error))
+        verdict = Check("head", Level.FAIL, str(error))
     try:
         address = load_config().head.address or address_towards(controllers)
     except FallowError:
-        return [found]
-    return [found, checks.head_address(address, others, False)]
+        return [verdict]
+    return [verdict, checks.head_address(address, has_other_hosts, False)]
 
 
 def _state(head: HeadView) -> Check:

@@ -23,13 +23,13 @@ from fallow.text import clean, clean_output
 
 T = TypeVar("T")
 
-_AWAY_S = 120.0
+_ABSENCE_S = 120.0
 """A head that is away for longer is not waited for."""
-_AWAY = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
+_ABSENCE_CODES = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
 """What is said of a head that is started again, stopped, or overloaded."""
 _NOT_ENDED = "it has not ended within the time of --timeout"
 _CHUNK = 65536
-_VISIBLE = 10
+_ESCAPE_FACTOR = 10
 """So many characters one of a program's may become, at most: nothing of its output is cut for that."""
 
 
@@ -45,37 +45,37 @@ def events(run: str | None, since: int, limit: int, following: bool, as_json: bo
     if following and run is not None:
         snapshot = ask("status", Snapshot, run=run)
         run, newest = snapshot.runs[0].run, snapshot.last_event
-    found = ask("events", list[EventRecord], run=run, since=since, limit=limit)
+    records = ask("events", list[EventRecord], run=run, since=since, limit=limit)
     if not following:
-        tell(found, as_json, _show_events)
+        tell(records, as_json, _show_events)
     while following:
-        _show_events([event for event in found if run in (None, event.run)], as_json)
-        since = max([since, newest, *(event.seq for event in found)])
+        _show_events([event for event in records if run in (None, event.run)], as_json)
+        since = max([since, newest, *(event.seq for event in records)])
         time.sleep(WATCH_S)
         # Of all runs, also where one is meant: the head then looks at new events only, not at all that it keeps.
-        found = _patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
+        records = _ask_patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
 
 
-def _patiently(look: Callable[[], T], until: float = math.inf) -> T:
+def _ask_patiently(look: Callable[[], T], until: float = math.inf) -> T:
     """Ask a head that has answered before, across a restart of it.
 
     Raises:
-        FallowError: it says no, it is away for longer than `_AWAY_S`, or it is away at `until` (time.monotonic()).
+        FallowError: it says no, it is away for longer than `_ABSENCE_S`, or it is away at `until` (time.monotonic()).
     """
-    deadline = time.monotonic() + _AWAY_S
+    deadline = time.monotonic() + _ABSENCE_S
     while True:
         try:
             return look()
         except FallowError as error:
-            if error.code not in _AWAY or time.monotonic() > deadline:
+            if error.code not in _ABSENCE_CODES or time.monotonic() > deadline:
                 raise
             if time.monotonic() > until:
                 raise FallowError(f"the head is away: {_NOT_ENDED}", Exit.TEMPFAIL) from error
         time.sleep(WATCH_S)
 
 
-def _show_events(found: list[EventRecord], as_json: bool = False) -> None:
-    for event in found:
+def _show_events(records: list[EventRecord], as_json: bool = False) -> None:
+    for event in records:
         where, kind, text = clean(event.run or "-"), clean(event.kind), clean(event.text)
         line = f"{event.seq:>6}  {moment(event.at)}  {where:<20}  {kind:<10}  {text}"
         sys.stdout.write((json_text(event, indent=-1) if as_json else line) + "\n")
@@ -92,19 +92,19 @@ def wait(run: str, timeout_s: float | None, as_json: bool) -> int:
     Ends with 0 if it is finished, 70 if it failed, 93 if it was cancelled.
     """
     until = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-    view = _one(run)
+    view = _run_view(run)
     while not view.status.ended:
         if time.monotonic() > until:
             text = f"run {view.run} is {view.status} at step {view.step}: {_NOT_ENDED}"
             raise FallowError(text, Exit.TEMPFAIL)
         time.sleep(WATCH_S)
-        view = _patiently(partial(_one, view.run), until)
-    tell(_patiently(partial(ask, "report", RunReport, run=view.run)), as_json, show_report)
+        view = _ask_patiently(partial(_run_view, view.run), until)
+    tell(_ask_patiently(partial(ask, "report", RunReport, run=view.run)), as_json, show_report)
     codes = {RunStatus.FINISHED: Exit.OK, RunStatus.FAILED: Exit.SOFTWARE}
     return codes.get(view.status, Exit.NO_RESTART)
 
 
-def _one(run: str) -> RunView:
+def _run_view(run: str) -> RunView:
     return ask("status", Snapshot, run=run).runs[0]
 
 
@@ -114,14 +114,14 @@ def _one(run: str) -> RunView:
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with new output until the run has ended.")
 def logs(run: str, member: str | None, following: bool) -> None:
     """Print what a member of RUN has written to its standard output and error."""
-    view = _one(run)
+    view = _run_view(run)
     path = _log(Paths.default().run(view.run).logs, view, member)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(log: BinaryIO) -> None:
         while data := log.read(_CHUNK):
             text = decoder.decode(data)
-            sys.stdout.write(clean_output(text, _VISIBLE * len(text)))
+            sys.stdout.write(clean_output(text, _ESCAPE_FACTOR * len(text)))
         sys.stdout.flush()
 
     with contextlib.ExitStack() as files:
@@ -132,7 +132,7 @@ def logs(run: str, member: str | None, following: bool) -> None:
             if not os.path.sameopenfile(older.fileno(), log.fileno()):
                 show(older)
         while True:
-            has_ended = not following or _patiently(partial(_one, view.run)).status.ended
+            has_ended = not following or _ask_patiently(partial(_run_view, view.run)).status.ended
             is_full = _has_been_replaced(log, path)
             show(log)
             if is_full:
@@ -152,18 +152,18 @@ def _has_been_replaced(log: BinaryIO, path: Path) -> bool:
 
 
 def _log(folder: Path, view: RunView, member: str | None) -> Path:
-    there = sorted(path.stem for path in folder.glob("n*.log"))
+    members_with_log = sorted(path.stem for path in folder.glob("n*.log"))
     if member is None:
         main = next((one.member for one in view.members if one.rank == 0), "") or _last_main(view.run)
         # Of a run that has not trained yet, or that failed before: whoever has written something.
-        member = main or next(iter(there), "")
-    found = [name for name in there if name in (member, f"{member}.0")]
-    if not found:
-        known = ", ".join(there) or "none"
+        member = main or next(iter(members_with_log), "")
+    matches = [name for name in members_with_log if name in (member, f"{member}.0")]
+    if not matches:
+        choices = ", ".join(members_with_log) or "none"
         raise FallowError(
-            f"run {view.run}: no output of {member or 'any member'} in {folder}; there is: {known}", Exit.NOINPUT
+            f"run {view.run}: no output of {member or 'any member'} in {folder}; there is: {choices}", Exit.NOINPUT
         )
-    return folder / f"{found[0]}.log"
+    return folder / f"{matches[0]}.log"
 
 
 def _last_main(run: str) -> str:
@@ -179,7 +179,7 @@ def why(name: str, as_json: bool) -> None:
     snapshot = ask("status", Snapshot)
     node = next((one for one in snapshot.nodes if one.node == name), None)
     try:
-        reasons = _of_node(node) if node is not None else _of_run(_one(name), snapshot)
+        reasons = _node_reasons(node) if node is not None else _run_reasons(_run_view(name), snapshot)
     except FallowError as error:
         if error.code != Exit.NOINPUT:
             raise
@@ -187,13 +187,13 @@ def why(name: str, as_json: bool) -> None:
     tell({"name": name, "reasons": reasons}, as_json, lambda _: click.echo("\n".join(clean(one) for one in reasons)))
 
 
-def _of_node(node: NodeView) -> list[str]:
-    left = f", for another {duration(node.ends_in_s)}" if node.ends_in_s is not None else ""
+def _node_reasons(node: NodeView) -> list[str]:
+    remaining = f", for another {duration(node.ends_in_s)}" if node.ends_in_s is not None else ""
     match node.owner:
         case NodeOwner.OURS:
-            return [f"{node.node} is used by run {node.run}{left}"]
+            return [f"{node.node} is used by run {node.run}{remaining}"]
         case NodeOwner.OTHERS:
-            return [f"{node.node} is used by somebody else{left}"]
+            return [f"{node.node} is used by somebody else{remaining}"]
         case NodeOwner.PLANNED:
             return [f"{node.node} is planned for somebody else: {node.unused or node.state}"]
         case NodeOwner.DOWN:
@@ -201,7 +201,7 @@ def _of_node(node: NodeView) -> list[str]:
     return [f"{node.node} is idle: {node.unused or 'the next plan may use it'}"]
 
 
-def _of_run(run: RunView, snapshot: Snapshot) -> list[str]:
+def _run_reasons(run: RunView, snapshot: Snapshot) -> list[str]:
     members = len(run.training)
     reasons = [f"run {run.run} is {run.status}, with {members} of at most {run.limit} nodes"]
     if run.status.ended:

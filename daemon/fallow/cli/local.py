@@ -66,11 +66,11 @@ def local(
         by_seconds=restart,
     )
     result = play_in(folder, driver.train())
-    if driver.absent:
-        say(f"{driver.absent} newcomer(s) did not take part: {driver.absent_because}")
-    for item in driver.due:
+    if driver.absent_nodes:
+        say(f"{driver.absent_nodes} newcomer(s) did not take part: {driver.absence_reason}")
+    for item in driver.pending_items:
         say(f"{item.text} did not happen: the run ended {'before' if restart else f'at step {result.steps}'}")
-    return _tell(result, report, folder, as_json)
+    return _show_result(result, report, folder, as_json)
 
 
 def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
@@ -85,17 +85,17 @@ def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
     return list(command)
 
 
-def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
+def _show_result(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
     """Print the report and write it to a file; returns the exit code. The logs of a run that went well are removed."""
     from fallow.cli.show import end_of_traceback, show_report
 
-    written = report is None or _write(result, report)
+    report_is_written = report is None or _write(result, report)
     tell(result, as_json, show_report)
     if result.sound:
         if result.message:
             say(result.message)
         shutil.rmtree(folder, ignore_errors=True)
-        return Exit.OK if written else Exit.IOERR
+        return Exit.OK if report_is_written else Exit.IOERR
     if as_json and result.traceback:
         click.echo(end_of_traceback(result), err=True)
     say(f"run is {result.status}: {result.message or 'see the report'}; logs in {folder}")

@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _discard_output()
     except OSError as error:
         _discard_output()
-        code = _tell(_told(error), as_json=False) or code
+        code = _print_error(as_fallow_error(error), as_json=False) or code
     sys.exit(code)
 
 
@@ -138,11 +138,12 @@ def invoke(words: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("FALLOW_DEBUG") == "1" and not isinstance(error, click.ClickException):
             raise
-        # An error without a name is that of an output: nobody takes a JSON value there.
-        lost = isinstance(error, OSError) and error.filename is None and not isinstance(error, FileNotFoundError)
-        if lost:
+        # An OSError without a file name comes from standard output, which takes no JSON value either.
+        is_named = isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None
+        is_output_error = isinstance(error, OSError) and not is_named
+        if is_output_error:
             _discard_output()
-        return _tell(_told(error), wants_json(words) and not lost)
+        return _print_error(as_fallow_error(error), wants_json(words) and not is_output_error)
     return result if isinstance(result, int) else Exit.OK
 
 
@@ -153,7 +154,7 @@ def wants_json(words: Sequence[str]) -> bool:
     return "--json" in words[: words.index("--") if "--" in words else len(words)]
 
 
-def _told(error: Exception) -> FallowError:
+def as_fallow_error(error: Exception) -> FallowError:
     """What people are told of an error, with its exit code."""
     match error:
         case FallowError():
@@ -174,7 +175,7 @@ def _told(error: Exception) -> FallowError:
     return FallowError(bug, Exit.SOFTWARE)
 
 
-def _tell(error: FallowError, as_json: bool) -> int:
+def _print_error(error: FallowError, as_json: bool) -> int:
     """Prints an error; returns its exit code."""
     try:
         print_error(error, as_json)

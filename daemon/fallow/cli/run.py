@@ -57,7 +57,7 @@ def run(restart: bool, command: tuple[str, ...]) -> int:
         if not os.environ.get("SLURM_JOB_ID") or not os.environ.get("FALLOW_RUN"):
             raise
         say(error.message if isinstance(error, FallowError) else f"{error.filename}: {error.strerror}")
-        end_job("the rest of the script runs in another one, if at all", failed=not _signs and read_report() is None)
+        end_job("the rest of the script runs in another one, if at all", failed=not _signals and read_report() is None)
 
 
 def read_report() -> RunReport | None:
@@ -95,7 +95,7 @@ def train(command: tuple[str, ...], restart: bool = False) -> int:
         return elected
     if code == Exit.NO_RESTART:
         end_job("this allocation is done")
-    return end_job(f"the step ended with {code}", failed=not _signs)
+    return end_job(f"the step ended with {code}", failed=not _signals)
 
 
 def find_allocation() -> tuple[AllocationKind, Path]:
@@ -134,13 +134,13 @@ def wait_for_step(argv: list[str], environment: dict[str, str]) -> int:
     return 128 - code if code < 0 else code
 
 
-_signs: list[int] = []
+_signals: list[int] = []
 "Signals that have come: Slurm, or somebody through it, ends the job."
 
 
 def _let_pass(number: int, frame: FrameType | None) -> None:
     """Not SIG_IGN: that would be inherited by srun."""
-    _signs.append(number)
+    _signals.append(number)
 
 
 def end_job(reason: str, failed: bool = False) -> NoReturn:
@@ -165,20 +165,20 @@ def end_job(reason: str, failed: bool = False) -> NoReturn:
         os.kill(shell[0], signal.SIGUSR1)
         _kill(pid for pid in script if pid not in shell)
         os._exit(Exit.NO_RESTART)
-    if not failed and (requeue_if_preempted(job) or _signs):
+    if not failed and (requeue_if_preempted(job) or _signals):
         _kill(script)
         os._exit(Exit.NO_RESTART)
-    signs = {signal.SIGCONT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signs)
+    end_signals = {signal.SIGCONT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, end_signals)
     if failed:
         # As the script's own end; should more have been above it than can be seen, scancel ends that.
         _kill(script)
         # A base job that is cancelled would end its run.
-        signal.sigtimedwait(signs, SIGNAL_S if shell else SCRIPT_S)
+        signal.sigtimedwait(end_signals, SIGNAL_S if shell else SCRIPT_S)
     end = time.monotonic() + SCANCEL_S
     try:
         scancel = subprocess.Popen(["scancel", job], stdin=subprocess.DEVNULL)
-        while time.monotonic() < end and not signal.sigtimedwait(signs, 0.2):
+        while time.monotonic() < end and not signal.sigtimedwait(end_signals, 0.2):
             if scancel.poll() is not None:
                 # Slurm knows. The signals are not waited for much longer: they may never reach this process.
                 end = min(end, time.monotonic() + SIGNAL_S)
@@ -197,11 +197,12 @@ def requeue_if_preempted(job: str) -> bool:
     and run again when it has finished. In the grace time Slurm has warned the steps only, not this process.
     """
     try:
-        told = dict(word.partition("=")[::2] for word in _scontrol("show", "job", "--oneliner", job).stdout.split())
-        preempted = told.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
-        if told.get("JobState") == "RUNNING" and told.get("Requeue") == "1" and preempted:
-            by_itself = slurm_release(_scontrol("--version").stdout) >= _REQUEUES_ENDED_SCRIPTS
-            return by_itself or _scontrol("requeue", job).returncode == 0
+        words = _scontrol("show", "job", "--oneliner", job).stdout.split()
+        job_fields = dict(word.partition("=")[::2] for word in words)
+        is_preempted = job_fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
+        if job_fields.get("JobState") == "RUNNING" and job_fields.get("Requeue") == "1" and is_preempted:
+            slurm_requeues = slurm_release(_scontrol("--version").stdout) >= _REQUEUES_ENDED_SCRIPTS
+            return slurm_requeues or _scontrol("requeue", job).returncode == 0
     except (OSError, subprocess.SubprocessError) as error:
         say(f"job {job}: Slurm does not say whether it is preempted ({error}); the head requests another one")
     return False

@@ -26,20 +26,20 @@ class Outcome(msgspec.Struct, frozen=True):
     code: int
     job: str | None
     "`JOBID` or `JOBID;CLUSTER`"
-    refused: bool
+    is_refused: bool
     "sbatch or Slurm said no: there is no job. Without a job and not refused: nobody knows"
     reason: str
 
 
 def call_sbatch(
-    argv: list[str], environment: Mapping[str, str], taken: Callable[[str], None], stdin: str | None = None
+    argv: list[str], environment: Mapping[str, str], on_job: Callable[[str], None], stdin: str | None = None
 ) -> Outcome:
     """Run sbatch with --parsable; what it prints on standard error is passed on at once.
 
     Args:
         argv: of sbatch.
         environment: all of it.
-        taken: called with the job as soon as it is known; sbatch --wait goes on for as long as the job does.
+        on_job: called with the job as soon as it is known; sbatch --wait goes on for as long as the job does.
         stdin: the script, where no file holds it.
     """
     from fallow.slurm.parse import complaint, is_refusal
@@ -59,21 +59,21 @@ def call_sbatch(
     assert process.stdout is not None
     assert process.stderr is not None
     # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.
-    late = threading.Timer(SUBMIT_S, process.kill)
-    late.daemon = True
-    late.start()
-    said: list[str] = []
-    passing = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
-    passing.start()
+    timer = threading.Timer(SUBMIT_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    error_lines: list[str] = []
+    stderr_thread = threading.Thread(target=_pass_on, args=(process.stderr, error_lines), daemon=True)
+    stderr_thread.start()
     job: str | None = None
     try:
         for line in process.stdout:
-            found = _JOB.fullmatch(line)
-            if found is not None and job is None:
-                job = found[1]
-                late.cancel()
-                taken(job)
-            elif found is None:
+            match = _JOB.fullmatch(line)
+            if match is not None and job is None:
+                job = match[1]
+                timer.cancel()
+                on_job(job)
+            elif match is None:
                 # A site's banner; it is the user's to read, but not a result.
                 sys.stderr.write(clean_output(line))
         code = process.wait()
@@ -84,17 +84,17 @@ def call_sbatch(
             raise
         return Outcome(130, None, False, "interrupted")
     finally:
-        late.cancel()
-    passing.join(timeout=5.0)
+        timer.cancel()
+    stderr_thread.join(timeout=5.0)
     if job is None and code < 0:
         return Outcome(Exit.TEMPFAIL, None, False, f"no answer within {SUBMIT_S:g} s")
-    text = "".join(said)
+    text = "".join(error_lines)
     return Outcome(code, job, job is None and code > 0 and is_refusal(text), complaint(text))
 
 
-def _pass_on(stream: IO[str], said: list[str]) -> None:
+def _pass_on(stream: IO[str], error_lines: list[str]) -> None:
     for line in stream:
-        said.append(line)
+        error_lines.append(line)
         sys.stderr.write(clean_output(line))
         sys.stderr.flush()
 
@@ -104,9 +104,9 @@ def look_up(token: str) -> str | None:
     from fallow.slurm.cli import CliClient
 
     try:
-        own = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).own_jobs())
+        jobs = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).own_jobs())
     except FallowError:
         return None
     # Of a heterogeneous job every component has the comment; the leader comes first and has the smallest number.
-    ids = [job.het_job_id or job.job_id for job in own if token in job.comment.split()]
+    ids = [job.het_job_id or job.job_id for job in jobs if token in job.comment.split()]
     return min(ids, key=lambda text: int(re.sub(r"\D.*", "", text) or 0), default=None)

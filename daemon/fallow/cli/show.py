@@ -83,7 +83,7 @@ GENERATIONS: dict[str, Callable[[GenerationReport], str]] = {
 @json_option
 def status(run: str | None, as_json: bool) -> None:
     """Show all runs, or one RUN with its members, jobs and checkpoints."""
-    show = show_runs if run is None else lambda found: show_run(found.runs[0], found.at)
+    show = show_runs if run is None else lambda snapshot: show_run(snapshot.runs[0], snapshot.at)
     tell(ask("status", Snapshot, run=run), as_json, show)
 
 
@@ -110,24 +110,24 @@ def show_runs(snapshot: Snapshot) -> None:
     rows = unused(snapshot)
     if rows:
         click.echo()
-        shown = [[str(nodes), reason, names] for reason, nodes, names in rows[:MOST_REASONS]]
-        show_table(["IDLE", "WHY NOT USED", "NODELIST"], shown)
-    if left := sum(nodes for _, nodes, _ in rows[MOST_REASONS:]):
-        click.echo(f"{counted(left, 'node')} more for other reasons; see: fallow status --json")
+        cells = [[str(nodes), reason, names] for reason, nodes, names in rows[:MOST_REASONS]]
+        show_table(["IDLE", "WHY NOT USED", "NODELIST"], cells)
+    if nodes_below := sum(nodes for _, nodes, _ in rows[MOST_REASONS:]):
+        click.echo(f"{counted(nodes_below, 'node')} more for other reasons; see: fallow status --json")
 
 
 def _problems(head: HeadView) -> list[str]:
     """What keeps the head from its work, a line for each."""
-    found = []
+    problems = []
     if head.slurm_error:
-        found.append(f"Slurm does not answer: {head.slurm_error}")
+        problems.append(f"Slurm does not answer: {head.slurm_error}")
     if head.store_problem:
-        found.append(f"the head can write nothing down and waits: {head.store_problem}")
+        problems.append(f"the head can write nothing down and waits: {head.store_problem}")
     if head.stand_in:
-        found.append(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place")
+        problems.append(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place")
     if head.internal_errors:
-        found.append(internal_errors(head.internal_errors))
-    return found + not_harvested(head)
+        problems.append(internal_errors(head.internal_errors))
+    return problems + not_harvested(head)
 
 
 def internal_errors(errors: Sequence[InternalError]) -> str:
@@ -178,7 +178,7 @@ def show_run(run: RunView, now: float) -> None:
     _section(MEMBERS, run.members)
     _section(ALLOCATIONS, run.allocations)
     if run.deadline_at is not None:
-        click.echo(f"\ndeadline {moment(run.deadline_at)}: {_stands(run.ahead_s)}")
+        click.echo(f"\ndeadline {moment(run.deadline_at)}: {_schedule_state(run.ahead_s)}")
     _section(SPEEDS, run.speeds)
     if run.speeds and run.target is not None:
         click.echo(f"harvested nodes, with those asked for: {run.target}")
@@ -191,7 +191,7 @@ def _section(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> N
         show_items(columns, items)
 
 
-def _stands(ahead_s: float | None) -> str:
+def _schedule_state(ahead_s: float | None) -> str:
     if ahead_s is None:
         return "its pace is not known yet"
     return f"{'behind' if ahead_s < 0 else 'ahead of'} its schedule by {duration(abs(ahead_s))}"
@@ -210,28 +210,27 @@ def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]
     }
 
 
-def end_of_traceback(found: RunReport) -> str:
+def end_of_traceback(report: RunReport) -> str:
     """As much of it as a person reads. Its last line says what went wrong."""
-    return tail(found.traceback.rstrip().split("\n"), 1000, 20_000)
+    return tail(report.traceback.rstrip().split("\n"), 1000, 20_000)
 
 
-def show_report(found: RunReport) -> None:
+def show_report(report: RunReport) -> None:
     """A finished (or running) run in a few lines and a row per generation."""
-    if found.traceback:
-        click.echo(end_of_traceback(found))
-    samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
-    click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
+    if report.traceback:
+        click.echo(end_of_traceback(report))
+    samples, planned, unplanned = report.samples, report.pause_s.planned, report.pause_s.unplanned
+    click.echo(clean(f"run {report.run}: {report.status.value} after {report.steps} steps {report.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")
     if samples.unknown:
         click.echo(f"the audit is incomplete: {samples.unknown} samples are unknown, the disk was full")
-    click.echo(clean(f"final loss {number(found.final_loss)}, digest {found.final_digest or '-'}"))
+    click.echo(clean(f"final loss {number(report.final_loss)}, digest {report.final_digest or '-'}"))
     click.echo(
         f"pauses: planned p50 {number(planned.p50)} s, p95 {number(planned.p95)} s; "
         f"unplanned p50 {number(unplanned.p50)} s, p95 {number(unplanned.p95)} s; "
-        f"{found.steps_discarded} steps discarded"
+        f"{report.steps_discarded} steps discarded"
     )
-    for back in found.rolled_back:
-        click.echo(
-            f"rolled back by hand from step {back.from_step} to {back.to_step} before generation {back.generation}"
-        )
-    show_items(GENERATIONS, found.generations)
+    for rollback in report.rolled_back:
+        steps = f"from step {rollback.from_step} to {rollback.to_step}"
+        click.echo(f"rolled back by hand {steps} before generation {rollback.generation}")
+    show_items(GENERATIONS, report.generations)

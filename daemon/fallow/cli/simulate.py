@@ -102,20 +102,21 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
 @click.option("--site", metavar="FOLDER", help="The cluster's nodes, partitions and configuration.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
-def simulate(trace: str | None, as_json: bool, **given: Any) -> None:
+def simulate(trace: str | None, as_json: bool, **options: Any) -> None:
     if trace is None:
         raise FallowError("--trace: a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE)
-    if given["site"] is not None:
-        _refuse_beside_site()
+    if options["site"] is not None:
+        _refuse_site_options()
     from fallow.sim.traces.recorded import Window
     from fallow.sim.types import Scheduler
 
-    scheduler = Scheduler(bf_interval_s=given.pop("bf_interval_s"))
-    window = Window(scheduler=scheduler, **{name: given.pop(name) for name in ("seed", "begin_day", "days", "profile")})
-    tell(_simulate(trace, window, **given), as_json, _show)
+    scheduler = Scheduler(bf_interval_s=options.pop("bf_interval_s"))
+    fields = ("seed", "begin_day", "days", "profile")
+    window = Window(scheduler=scheduler, **{name: options.pop(name) for name in fields})
+    tell(_simulate(trace, window, **options), as_json, _show)
 
 
-def _refuse_beside_site() -> None:
+def _refuse_site_options() -> None:
     """Refuse options about what the site's own description says already."""
     context = click.get_current_context()
     for each in context.command.params:
@@ -124,7 +125,7 @@ def _refuse_beside_site() -> None:
             raise FallowError(f"--site says it already: leave {each.opts[0]} away", Exit.USAGE)
 
 
-def _simulate(trace: str, window: "Window", **given: Any) -> SimReport:
+def _simulate(trace: str, window: "Window", **options: Any) -> SimReport:
     """Play, with a bar of how far each policy is."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -141,26 +142,26 @@ def _simulate(trace: str, window: "Window", **given: Any) -> SimReport:
                 tasks[policy] = bar.add_task(policy, total=1.0)
             bar.update(tasks[policy], completed=share, description=f"{policy}: ratio {ratio:.3f}")
 
-        return play(trace, window, progress=show, **given)
+        return play(trace, window, progress=show, **options)
 
 
-def _show(found: SimReport) -> None:
+def _show(report: SimReport) -> None:
     """A table of the policies, and what must be known to read it."""
-    show_items(COLUMNS, found.policies)
-    for line in _foot(found):
+    show_items(COLUMNS, report.policies)
+    for line in _foot(report):
         click.echo(clean(line, 512))
 
 
-def _foot(found: SimReport) -> list[str]:
-    trace = found.trace
-    idle_nodes = found.idle_node_s / found.seconds if found.seconds else 0.0
+def _foot(report: SimReport) -> list[str]:
+    trace = report.trace
+    idle_nodes = report.idle_node_s / report.seconds if report.seconds else 0.0
     lines = [
-        f"{trace.name}: {duration(found.seconds)}, {trace.jobs} records, {idle_nodes:.1f} idle nodes on average; "
-        f"{found.arm}; seed {found.seed}",
+        f"{trace.name}: {duration(report.seconds)}, {trace.jobs} records, {idle_nodes:.1f} idle nodes on average; "
+        f"{report.arm}; seed {report.seed}",
     ]
     if trace.bad_lines:
         reasons = ", ".join(f"{count} {reason}" for reason, count in trace.bad_lines.items())
         lines.append(f"skipped lines: {reasons}")
         lines += [f"  {example}" for example in trace.examples]
     lines += [f"note: {each}" for each in trace.assumed]
-    return lines + [f"{policy.name}: {note}" for policy in found.policies for note in policy.notes]
+    return lines + [f"{policy.name}: {note}" for policy in report.policies for note in policy.notes]

@@ -63,45 +63,45 @@ class SbatchCommand(click.Command):
 def submit(argv: tuple[str, ...]) -> int:
     """sbatch, elastic."""
     line = split(argv)
-    asked = {given.name for part in line.components for given in part}
-    if asked & {"help", "usage"}:
+    option_names = {option.name for part in line.components for option in part}
+    if option_names & {"help", "usage"}:
         click.echo(_HELP, nl=False)
         return Exit.OK
-    if asked & INFORMATIVE:
+    if option_names & INFORMATIVE:
         _become(["sbatch", *argv])
-    if "json" in asked and "dry-run" not in asked:
+    if "json" in option_names and "dry-run" not in option_names:
         raise FallowError("--json shows what --dry-run finds; give both", Exit.USAGE)
-    if "dry-run" in asked:
-        return _dry_run(line, "json" in asked)
-    made, source = prepare(line)
-    for warning in made.warnings:
+    if "dry-run" in option_names:
+        return _dry_run(line, "json" in option_names)
+    submission, source = prepare(line)
+    for warning in submission.warnings:
         say(warning)
-    return submit_plan(made, source)
+    return submit_plan(submission, source)
 
 
 def _dry_run(line: CommandLine, as_json: bool) -> int:
-    from fallow.cli.dry_run import REFUSED, dry_run, show
+    from fallow.cli.dry_run import SBATCH_REFUSED, dry_run, show
 
     try:
-        made, source = prepare(line)
-        found = dry_run(made, source)
+        submission, source = prepare(line)
+        result = dry_run(submission, source)
     except FallowError as error:
         print_error(error, as_json)
         return error.code
-    for warning in made.warnings:
+    for warning in submission.warnings:
         say(warning)
-    tell(found, as_json, lambda _: click.echo(show(found), nl=False))
-    return REFUSED if found.start is not None and found.start.refused else Exit.OK
+    tell(result, as_json, lambda _: click.echo(show(result), nl=False))
+    return SBATCH_REFUSED if result.start is not None and result.start.refused else Exit.OK
 
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     """The submission, thought through, and the script's file (None: --wrap or standard input)."""
-    wrapped, folders = line.given("wrap"), line.given("chdir")
+    commands, folders = line.given("wrap"), line.given("chdir")
     source: Path | None = None
-    if wrapped:
+    if commands:
         if line.script is not None:
             raise FallowError(f"--wrap makes the script; {line.script!r} cannot be given, too", Exit.USAGE)
-        name, text = "wrap", wrap(wrapped[-1])
+        name, text = "wrap", wrap(commands[-1])
     elif line.script is not None:
         source = find_script(line.script, folders[-1] if folders else None)
         name, text = source.name, read_script(source)
@@ -111,7 +111,7 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
         name, text = "stdin", decode_script(sys.stdin.buffer.read(), "stdin")
     umask = os.umask(0o077)
     os.umask(umask)
-    made = plan(
+    submission = plan(
         line,
         parse_script(text, name),
         environ=os.environ,
@@ -120,7 +120,7 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
         now=time.time(),
         min_minutes=load_config().harvest.min_minutes,
     )
-    return made, source
+    return submission, source
 
 
 def find_script(name: str, chdir: str | None) -> Path:
@@ -128,8 +128,8 @@ def find_script(name: str, chdir: str | None) -> Path:
     places = [Path(name)]
     if not os.path.isabs(name):
         places.extend([Path(chdir, name)] if chdir else [])
-        found = shutil.which(name, mode=os.R_OK) if "/" not in name else None
-        places.extend([Path(found)] if found else [])
+        on_path = shutil.which(name, mode=os.R_OK) if "/" not in name else None
+        places.extend([Path(on_path)] if on_path else [])
     for place in places:
         if place.is_dir():
             raise FallowError(f"{place}: is a folder, not a batch script", Exit.NOINPUT)
@@ -156,19 +156,19 @@ def decode_script(data: bytes, name: str) -> str:
         raise FallowError(text, Exit.DATA) from error
 
 
-def submit_plan(made: Submission, source: Path | None) -> int:
+def submit_plan(submission: Submission, source: Path | None) -> int:
     """Makes the run at the head, calls sbatch, and tells the head what came of it."""
     from fallow.cli.sbatch_call import call_sbatch, look_up
 
     state = str(Paths.default().state)
-    script = [str(source), *made.spec.args] if source is not None else []
-    if made.asked("test-only"):
+    script = [str(source), *submission.spec.args] if source is not None else []
+    if submission.asked("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
-        _become(["sbatch", *made.options("test", variables), *script], variables)
+        _become(["sbatch", *submission.options("test", variables), *script], variables)
     if shutil.which("sbatch") is None:
         raise _no_sbatch("not on PATH")
     try:
-        new = ask("create_run", NewRun, spec=made.spec)
+        new = ask("create_run", NewRun, spec=submission.spec)
     except FallowError as error:
         if error.code is not Exit.TEMPFAIL:
             raise
@@ -176,28 +176,28 @@ def submit_plan(made: Submission, source: Path | None) -> int:
         raise FallowError(f"{error.message}. {text}", error.code) from error
     variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
 
-    def taken(line: str) -> None:
-        _tell_job(new, line.partition(";")[0])
-        _announce(made, line, new.run)
+    def announce_job(line: str) -> None:
+        _report_job(new, line.partition(";")[0])
+        _announce(submission, line, new.run)
         _warn_of_refusal(new.run)
 
     outcome = call_sbatch(
-        ["sbatch", "--parsable", *made.options(new.token, variables), *script],
+        ["sbatch", "--parsable", *submission.options(new.token, variables), *script],
         {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
-        taken,
-        made.spec.script if source is None and not made.asked("wrap") else None,
+        announce_job,
+        submission.spec.script if source is None and not submission.asked("wrap") else None,
     )
     if outcome.job is not None:
         return outcome.code
-    if outcome.refused:
-        _tell_failure(new, outcome.reason, unknown=False)
+    if outcome.is_refused:
+        _report_failure(new, outcome.reason, unknown=False)
         return outcome.code or Exit.SOFTWARE
-    found = look_up(new.token)
-    if found is not None:
+    job = look_up(new.token)
+    if job is not None:
         say(f"sbatch failed ({outcome.reason}), but Slurm has the job")
-        taken(found)
+        announce_job(job)
         return Exit.OK
-    _tell_failure(new, outcome.reason, unknown=True)
+    _report_failure(new, outcome.reason, unknown=True)
     raise FallowError(
         f"nobody knows whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm answers, "
         f"the head looks for it: if it is there, run {new.run} takes it up, else the run fails, and you can submit it "
@@ -206,17 +206,17 @@ def submit_plan(made: Submission, source: Path | None) -> int:
     )
 
 
-def _announce(made: Submission, line: str, run: str) -> None:
+def _announce(submission: Submission, line: str, run: str) -> None:
     job, _, cluster = line.partition(";")
-    if made.asked("parsable"):
+    if submission.asked("parsable"):
         click.echo(line)
-    elif not made.asked("quiet"):
+    elif not submission.asked("quiet"):
         click.echo(f"Submitted batch job {job}" + (f" on cluster {cluster}" if cluster else ""))
         say(f"run {run}; see: fallow status {run}")
     sys.stdout.flush()
 
 
-def _tell_job(new: NewRun, job_id: str) -> None:
+def _report_job(new: NewRun, job_id: str) -> None:
     """The head learns the job id; if it is away just now, it is left for it."""
     try:
         ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
@@ -234,7 +234,7 @@ def _warn_of_refusal(run: str) -> None:
             say(f"run {run} cannot grow, Slurm would refuse its harvest jobs: {refusal}")
 
 
-def _tell_failure(new: NewRun, reason: str, unknown: bool) -> None:
+def _report_failure(new: NewRun, reason: str, unknown: bool) -> None:
     try:
         ask("base_failed", run=new.run, token=new.token, reason=reason, unknown=unknown)
     except FallowError as error:

@@ -11,7 +11,7 @@ from fallow.cli.common import Finite, json_option, say, show_items, tell
 from fallow.model import Exit, FallowError
 from fallow.testbed.cluster import Testbed, TestbedStatus
 from fallow.testbed.conf import Profile
-from fallow.testbed.load import Played, make_jobs, play
+from fallow.testbed.load import LoadResult, make_jobs, play
 
 _folder = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 
@@ -38,13 +38,13 @@ def testbed() -> None:
 @json_option
 def up(folder: Path | None, nodes: int, gpus: int, profile: str, bf_interval: int, as_json: bool) -> None:
     """Start a testbed (in FOLDER, else in a new one) and wait until its nodes are idle."""
-    made = Testbed.up(folder, nodes=nodes, gpus=gpus, profile=profile, bf_interval=bf_interval)
-    tell(made.status(), as_json, _show_up)
+    instance = Testbed.up(folder, nodes=nodes, gpus=gpus, profile=profile, bf_interval=bf_interval)
+    tell(instance.status(), as_json, _show_up)
 
 
-def _show_up(made: TestbedStatus) -> None:
-    click.echo(f"export SLURM_CONF={made.conf}")
-    say(f"testbed in {made.folder}; end it with: fallow testbed down {made.folder}")
+def _show_up(status: TestbedStatus) -> None:
+    click.echo(f"export SLURM_CONF={status.conf}")
+    say(f"testbed in {status.folder}; end it with: fallow testbed down {status.folder}")
 
 
 @testbed.command(short_help="Take it down.")
@@ -87,21 +87,21 @@ def load(folder: Path | None, seconds: float, seed: int, utilisation: float, mea
 
     SIGTERM and Ctrl-C end it in order: what is left of the jobs is cancelled.
     """
-    made, stop = Testbed.find(folder), threading.Event()
+    instance, stop = Testbed.find(folder), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    jobs = make_jobs(seed, seconds=seconds, nodes=made.layout.nodes, utilisation=utilisation, mean_s=mean)
-    tell(play(made, jobs, seconds, stop), as_json, _show_played)
+    jobs = make_jobs(seed, seconds=seconds, nodes=instance.layout.nodes, utilisation=utilisation, mean_s=mean)
+    tell(play(instance, jobs, seconds, stop), as_json, _show_played)
 
 
-def _show_played(played: Played) -> None:
+def _show_played(played: LoadResult) -> None:
     click.echo(f"{played.submitted} of {played.planned} jobs submitted to {played.folder}, {played.refused} refused")
     if played.refusal:
         say(f"the last refusal: {played.refusal}")
 
 
-def _show(found: list[TestbedStatus]) -> None:
-    if not found:
+def _show(statuses: list[TestbedStatus]) -> None:
+    if not statuses:
         click.echo("no testbeds; start one with: fallow testbed up")
         return
     columns: dict[str, Callable[[TestbedStatus], str]] = {
@@ -112,8 +112,8 @@ def _show(found: list[TestbedStatus]) -> None:
         "NODES": lambda one: _counts(one.nodes),
         "JOBS": lambda one: _counts(one.jobs),
     }
-    show_items(columns, found)
+    show_items(columns, statuses)
 
 
-def _counts(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in found.items()) or "-"
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in counts.items()) or "-"

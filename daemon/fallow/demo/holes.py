@@ -64,8 +64,8 @@ class HoleWatch:
                 hole.trained_s += middle - before
             if owner in FREE:
                 if hole is None:
-                    left = self._owners.get(node) is NodeOwner.OTHERS
-                    hole = self._open[node] = Hole(node=node, begin=middle, end=at, left_by_others=left)
+                    left_by_others = self._owners.get(node) is NodeOwner.OTHERS
+                    hole = self._open[node] = Hole(node=node, begin=middle, end=at, left_by_others=left_by_others)
                     self.holes.append(hole)
                 hole.end = at
                 if owner is NodeOwner.OURS and hole.allocated_at is None:
@@ -80,8 +80,8 @@ class HoleWatch:
     @property
     def start_up_s(self) -> float | None:
         """Median time from the start of a harvest job until its node trains."""
-        found = [h.member_at - h.allocated_at for h in self.holes if h.member_at and h.allocated_at]
-        return median(found) if found else None
+        delays_s = [h.member_at - h.allocated_at for h in self.holes if h.member_at and h.allocated_at]
+        return median(delays_s) if delays_s else None
 
     def idle_node_s(self, longer_than_s: float = 0.0) -> float:
         """Node-seconds of all holes that are longer than that."""

@@ -104,16 +104,16 @@ class Demo:
 
     async def _calibrate(self, script: Path) -> float:
         """Seconds of one step of the whole global batch, on one member alone."""
-        seen: list[tuple[float, int]] = []
+        step_times: list[tuple[float, int]] = []
 
         def look(view: RunView) -> None:
-            if view.step and (not seen or seen[-1][1] != view.step):
-                seen.append((time.monotonic(), view.step))
+            if view.step and (not step_times or step_times[-1][1] != view.step):
+                step_times.append((time.monotonic(), view.step))
 
         await self._local("calibration", script, CALIBRATION_STEPS, look)
-        if len(seen) < 2:
+        if len(step_times) < 2:
             raise FallowError("the example training made no step on this machine; see the logs", Exit.SOFTWARE)
-        return (seen[-1][0] - seen[0][0]) / (seen[-1][1] - seen[0][1])
+        return (step_times[-1][0] - step_times[0][0]) / (step_times[-1][1] - step_times[0][1])
 
     async def _local(
         self, name: str, script: Path, steps: int, look: Callable[[RunView], None] | None = None

@@ -119,19 +119,19 @@ class DemoReport(RunReport, frozen=True, kw_only=True):
     @property
     def shortfalls(self) -> list[str]:
         """What a reader must know before believing the rest, in words."""
-        out = []
+        reasons = []
         if self.status is not RunStatus.FINISHED:
-            out.append(f"the training did not finish: it is {self.status} ({self.message or 'no message'})")
+            reasons.append(f"the training did not finish: it is {self.status} ({self.message or 'no message'})")
         if self.samples.lost or self.samples.duplicated:
-            out.append(f"{self.samples.lost} samples lost, {self.samples.duplicated} repeated")
+            reasons.append(f"{self.samples.lost} samples lost, {self.samples.duplicated} repeated")
         if self.static_loss is None:
-            out.append("the undisturbed run did not finish, so there is nothing to compare with")
+            reasons.append("the undisturbed run did not finish, so there is nothing to compare with")
         if self.released_late:
-            out.append(f"{self.released_late} nodes were taken away before the training had left them")
+            reasons.append(f"{self.released_late} nodes were taken away before the training had left them")
         changes = [g for g in self.generations if g.kind.value != "start"]
         if not changes:
-            out.append("the membership never changed: the run was too short for the cluster's holes")
-        return out
+            reasons.append("the membership never changed: the run was too short for the cluster's holes")
+        return reasons
 
 
 def to_table(report: DemoReport) -> Group:

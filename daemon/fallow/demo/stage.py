@@ -45,10 +45,10 @@ class Stage:
             env=self.environ,
             cwd=self.folder,
         )
-        out, err = await process.communicate()
+        output, errors = await process.communicate()
         if process.returncode != 0:
-            raise FallowError(f"fallow submit failed: {err.decode(errors='replace').strip()}", Exit.SOFTWARE)
-        return out.decode().strip()
+            raise FallowError(f"fallow submit failed: {errors.decode(errors='replace').strip()}", Exit.SOFTWARE)
+        return output.decode().strip()
 
 
 def start_load(testbed: Testbed, log: Path, *, seed: int, seconds: float, **options: float) -> subprocess.Popen[bytes]:

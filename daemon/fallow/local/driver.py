@@ -72,8 +72,8 @@ class Driver:
     ) -> None:
         self.command = list(command)
         self.members = members
-        self.total = members + sum(item.count for item in schedule if item.action is Action.ADD)
-        self.due = list(schedule)
+        self.total_nodes = members + sum(item.count for item in schedule if item.action is Action.ADD)
+        self.pending_items = list(schedule)
         "items whose step has not come"
         self._spec = RunSpec(
             run="",
@@ -98,12 +98,12 @@ class Driver:
         self._pids: dict[str, list[int]] = {}
         "of each member's workers"
         self._killed: set[str] = set()
-        self.happened: list[tuple[Item, float]] = []
+        self.performed_items: list[tuple[Item, float]] = []
         "items that were carried out, and when they began (time.monotonic)"
         self._settle_until = 0.0
-        self.absent = 0
+        self.absent_nodes = 0
         "nodes that ended or were refused before they could become members"
-        self.absent_because = ""
+        self.absence_reason = ""
 
     async def train(self) -> RunReport:
         """From start to end of the training; everything that was started is gone afterwards.
@@ -127,21 +127,19 @@ class Driver:
 
         Newcomers come after the first members: those who are ready first decide what a member's state looks like.
         """
-        for count, needed in ((self.members, True), (self.total - self.members, False)):
+        for count, are_first in ((self.members, True), (self.total_nodes - self.members, False)):
             for _ in range(count):
                 await self._start_agent()
-            while not (view := await self._look()).status.ended and self._are_coming(view):
+            while not (view := await self._look()).status.ended and self._has_starting_nodes(view):
                 self._check_agents()
                 await asyncio.sleep(LOOK_S)
             if view.status.ended:
                 return False
-            self.absent = len(self._agents) - _ready(view)
-            self.absent_because = view.message
-            if self.absent and needed:
-                raise FallowError(
-                    f"{self.absent} of the first {self.members} members did not come to run.updates(): {view.message}",
-                    Exit.SOFTWARE,
-                )
+            self.absent_nodes = len(self._agents) - _ready(view)
+            self.absence_reason = view.message
+            if self.absent_nodes and are_first:
+                text = f"{self.absent_nodes} of the first {self.members} members did not reach run.updates()"
+                raise FallowError(f"{text}: {view.message}", Exit.SOFTWARE)
         return True
 
     async def _start_agent(self) -> None:
@@ -155,12 +153,12 @@ class Driver:
             start_new_session=True,
         )
 
-    def _are_coming(self, view: RunView) -> bool:
+    def _has_starting_nodes(self, view: RunView) -> bool:
         """Is any node still on its way? One that has ended is not: its agent has, or its allocation is given up."""
         ready = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
-        kept = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
+        allocated = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
         living = {token for token, agent in self._agents.items() if agent.returncode is None}
-        return bool(living & kept - ready)
+        return bool(living & allocated - ready)
 
     def _check_agents(self) -> None:
         agents = self._agents.values()
@@ -172,26 +170,31 @@ class Driver:
     async def _follow(self) -> None:
         """Make each item happen as soon as its step is finished and the item before it has taken effect."""
         while not (view := await self._look()).status.ended:
-            if self.due and view.generation and self._reached(view) >= self.due[0].step and self._settled(view):
+            if (
+                self.pending_items
+                and view.generation
+                and self._progress(view) >= self.pending_items[0].step
+                and self._is_settled(view)
+            ):
                 try:
-                    await self._do(self.due[0], view)
+                    await self._do(self.pending_items[0], view)
                 except FallowError as error:
                     # The run may have ended since the last look.
                     if error.code is not Exit.USAGE or not (await self._look()).status.ended:
                         raise
                     return
                 self._settle_until = time.monotonic() + SETTLE_S
-                self.due.pop(0)
+                self.pending_items.pop(0)
             self._check_agents()
             await asyncio.sleep(LOOK_S)
 
-    def _reached(self, view: RunView) -> float:
+    def _progress(self, view: RunView) -> float:
         """The step, or the second, that the training is in; it has begun."""
         if self._began is None:
             self._began = time.monotonic()
         return time.monotonic() - self._began if self._by_seconds else view.step
 
-    def _settled(self, view: RunView) -> bool:
+    def _is_settled(self, view: RunView) -> bool:
         """No change is under way or about to begin, and members' processes are known, as signals are for those.
 
         Given up after `SETTLE_S`: a stopped member may never settle.
@@ -202,7 +205,7 @@ class Driver:
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
     async def _do(self, item: Item, view: RunView) -> None:
-        self.happened.append((item, time.monotonic()))
+        self.performed_items.append((item, time.monotonic()))
         match item.action:
             case Action.ADD:
                 # One killed before it was a member has left its place to whoever comes now.
@@ -212,12 +215,12 @@ class Driver:
                 youngest = sorted((m.member for m in view.training), key=member_number)[-item.count :]
                 await self._call("release", run=self._run, members=youngest)
             case Action.RELEASE_MEMBER:
-                await self._call("release", run=self._run, members=[_name(item)])
+                await self._call("release", run=self._run, members=[_member_of(item)])
             case Action.KILL | Action.STOP | Action.CONT:
                 number = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP, Action.CONT: signal.SIGCONT}
-                self._signal(_name(item), number[item.action])
+                self._signal(_member_of(item), number[item.action])
                 if item.action is Action.KILL:
-                    self._killed.add(_name(item))
+                    self._killed.add(_member_of(item))
             case Action.HEAD_KILL:
                 self._head.kill()
                 await self._control.aclose()
@@ -280,7 +283,7 @@ def _ready(view: RunView) -> int:
     return sum(member.phase is MemberPhase.READY for member in view.members)
 
 
-def _name(item: Item) -> str:
+def _member_of(item: Item) -> str:
     """Of the member that an item is about."""
     assert item.member is not None
     return member_name(item.member + 1)

@@ -82,8 +82,8 @@ class Testbed:
         check_host_name()
         user, version = _user_name(), slurm_version()
         with reserved_ports(options.get("nodes", NODES) + 1) as first_port:
-            made: dict[str, Any] = {"place": str(make_folder(folder)), "user": user, "first_port": first_port}
-            layout = msgspec.convert({**made, "version": version, "started_at": time.time(), **options}, Layout)
+            required: dict[str, Any] = {"place": str(make_folder(folder)), "user": user, "first_port": first_port}
+            layout = msgspec.convert({**required, "version": version, "started_at": time.time(), **options}, Layout)
             registry.remember(layout)
             testbed = cls(layout)
             try:
@@ -105,13 +105,13 @@ class Testbed:
                     f"{folder}: no testbed here; `fallow testbed status` lists those there are", Exit.NOINPUT
                 )
             return cls(layout)
-        found = cls.all()
-        if not found:
+        testbeds = cls.all()
+        if not testbeds:
             raise FallowError("testbed: there is none; start one with `fallow testbed up`", Exit.NOINPUT)
-        if len(found) > 1:
-            names = ", ".join(str(testbed.folder) for testbed in found)
+        if len(testbeds) > 1:
+            names = ", ".join(str(testbed.folder) for testbed in testbeds)
             raise FallowError(f"testbed: there are several ({names}); name the folder", Exit.USAGE)
-        return found[0]
+        return testbeds[0]
 
     @classmethod
     def all(cls) -> list[Self]:
@@ -136,7 +136,7 @@ class Testbed:
     def slurm(self, *command: str) -> str:
         """Standard output of one of Slurm's client commands, run on this testbed."""
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 env=clean_environment(self.conf),
                 stdin=subprocess.DEVNULL,
@@ -145,7 +145,7 @@ class Testbed:
                 timeout=COMMAND_DEADLINE_S,
                 check=False,
             )
-            problem = f"failed ({done.stderr.strip() or done.returncode})" if done.returncode else ""
+            problem = f"failed ({process.stderr.strip() or process.returncode})" if process.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"did not end within {COMMAND_DEADLINE_S:g} s"
         if problem:
@@ -153,7 +153,7 @@ class Testbed:
                 f"testbed {self.folder}: {' '.join(command)} {problem}; see {self.folder}/slurmctld.log",
                 Exit.UNAVAILABLE,
             )
-        return done.stdout
+        return process.stdout
 
     def processes(self) -> set[int]:
         """Living processes of the testbed: daemons, job steps and their tasks."""
@@ -209,8 +209,8 @@ class Testbed:
         registry.forget(self.folder)
 
     def _kill_all(self) -> bool:
-        signal_all(left := self.processes(), signal.SIGKILL)
-        return not left
+        signal_all(pids := self.processes(), signal.SIGKILL)
+        return not pids
 
     def __enter__(self) -> Self:
         return self

@@ -73,7 +73,7 @@ def spawn(layout: Layout, command: list[str]) -> None:
     """Run a daemon. As it goes into the background by itself it is nobody's child and never our zombie."""
     try:
         with (layout.folder / f"{command[0]}.out").open("ab") as file:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 env=clean_environment(layout.conf, layout.folder),
                 cwd=layout.folder,
@@ -84,7 +84,7 @@ def spawn(layout: Layout, command: list[str]) -> None:
                 timeout=_SPAWN_DEADLINE_S,
                 check=False,
             )
-        problem = f"ended with {done.returncode}" if done.returncode else ""
+        problem = f"ended with {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         problem = f"did not start within {_SPAWN_DEADLINE_S:g} s"
     if problem:

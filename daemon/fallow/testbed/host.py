@@ -47,10 +47,10 @@ def _path() -> str:
 def slurm_version() -> tuple[int, int]:
     """Major and minor of the Slurm that is installed, e.g. (22, 5)."""
     argv, environment = ["slurmctld", "-V"], {**os.environ, "PATH": _path()}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    said = done.stdout + done.stderr
-    if not (release := slurm_release(said)):
-        raise FallowError(f"testbed: cannot read Slurm's version in {said.strip()!r}", Exit.UNAVAILABLE)
+    process = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    output = process.stdout + process.stderr
+    if not (release := slurm_release(output)):
+        raise FallowError(f"testbed: cannot read Slurm's version in {output.strip()!r}", Exit.UNAVAILABLE)
     return release[0], release[1]
 
 
@@ -83,8 +83,8 @@ def reserved_ports(count: int) -> Iterator[int]:
     begin = random.randrange(places)
     for step in range(places):
         first = _PORTS.start + (begin + step) % places
-        with contextlib.ExitStack() as held:
-            if all(_reserve(port, held) for port in range(first, first + count)):
+        with contextlib.ExitStack() as sockets:
+            if all(_reserve(port, sockets) for port in range(first, first + count)):
                 yield first
                 return
     raise FallowError(
@@ -94,15 +94,15 @@ def reserved_ports(count: int) -> Iterator[int]:
     )
 
 
-def _reserve(port: int, held: contextlib.ExitStack) -> bool:
+def _reserve(port: int, sockets: contextlib.ExitStack) -> bool:
     """Reserve a port. Returns False if somebody has it."""
-    ours = held.enter_context(socket.socket())
+    listener = sockets.enter_context(socket.socket())
     try:
-        ours.bind(("", port))
+        listener.bind(("", port))
     except OSError:
         return False
     # Only now: with the option set before, two searches would find the same port.
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return True
 
 
@@ -132,9 +132,9 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
     testbed: a process counts by our mark, by our SLURM_CONF together with the id of a job, or as a slurmstepd that
     works in the folder (from 24.11 on it empties its environment).
     """
-    mark, ours = f"{MARK}={folder}".encode(), f"SLURM_CONF={conf}".encode()
+    mark, conf_variable = f"{MARK}={folder}".encode(), f"SLURM_CONF={conf}".encode()
     parents: dict[int, int] = {}
-    found: set[int] = set()
+    owned: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         try:
@@ -145,18 +145,18 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
         if (process := living(pid)) is None:
             continue
         parents[pid] = process.parent
-        in_job = ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
+        in_job = conf_variable in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
         manages_step = process.name.startswith("slurmstepd") and works_in.is_relative_to(folder)
         if mark in variables or in_job or manages_step:
-            found.add(pid)
+            owned.add(pid)
     # Children that cleaned their environment, and theirs.
-    while children := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= children
+    while children := {pid for pid, parent in parents.items() if parent in owned} - owned:
+        owned |= children
     pid = os.getpid()
     while pid > 1:
-        found.discard(pid)
+        owned.discard(pid)
         pid = parents.get(pid, 0)
-    return found
+    return owned
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:

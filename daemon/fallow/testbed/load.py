@@ -14,7 +14,7 @@ USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 _SHORTEST_S = 1.0
 _SIGMA = 1.0
 "Spread of the logarithm of lengths: the longest tenth is about ten times as long as the shortest."
-_CANCELLED_AT_ONCE = 500
+_MAX_CANCELS = 500
 "An argument list has its limits."
 
 
@@ -31,7 +31,7 @@ class LoadJob(Struct, frozen=True):
     "what the user asks for; more than the job needs, as users do"
 
 
-class Played(Struct, frozen=True):
+class LoadResult(Struct, frozen=True):
     """What became of a load: numbers of jobs."""
 
     folder: str
@@ -74,11 +74,11 @@ def make_jobs(seed: int, *, seconds: float, nodes: int, utilisation: float, mean
     return jobs
 
 
-def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: threading.Event) -> Played:
+def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: threading.Event) -> LoadResult:
     """Submit each job at its time, until `seconds` have passed or `stop` is set; then cancel what is left of them."""
     began = time.monotonic()
     ids: list[str] = []
-    refused, refusal = 0, ""
+    refused_jobs, refusal = 0, ""
     try:
         for job in jobs:
             if stop.wait(max(0.0, began + job.at_s - time.monotonic())) or not testbed.conf.exists():
@@ -86,12 +86,12 @@ def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: thread
             try:
                 ids.append(_submit(testbed, job))
             except FallowError as error:
-                refused, refusal = refused + 1, error.message
+                refused_jobs, refusal = refused_jobs + 1, error.message
         else:
             stop.wait(max(0.0, began + seconds - time.monotonic()))
     finally:
         _cancel(testbed, ids)
-    return Played(str(testbed.folder), len(jobs), len(ids), refused, refusal)
+    return LoadResult(str(testbed.folder), len(jobs), len(ids), refused_jobs, refusal)
 
 
 def _submit(testbed: Testbed, job: LoadJob) -> str:
@@ -107,7 +107,7 @@ def _submit(testbed: Testbed, job: LoadJob) -> str:
 
 def _cancel(testbed: Testbed, ids: Sequence[str]) -> None:
     try:
-        for first in range(0, len(ids), _CANCELLED_AT_ONCE):
-            testbed.slurm("scancel", "--quiet", *ids[first : first + _CANCELLED_AT_ONCE])
+        for first in range(0, len(ids), _MAX_CANCELS):
+            testbed.slurm("scancel", "--quiet", *ids[first : first + _MAX_CANCELS])
     except FallowError:
         return  # the testbed was taken down under us

@@ -38,7 +38,7 @@ def forget(folder: Path) -> None:
 
 def layouts() -> list[Layout]:
     """All testbeds of this user, state folder and host, oldest first. Links to folders that are gone are dropped."""
-    found = []
+    existing = []
     for link in _home().glob("*.link"):
         with contextlib.suppress(FileNotFoundError):  # another process has just taken it down
             folder = link.readlink()
@@ -46,8 +46,8 @@ def layouts() -> list[Layout]:
             if layout is None:
                 forget(folder)
             else:
-                found.append(layout)
-    return sorted(found, key=lambda layout: layout.started_at)
+                existing.append(layout)
+    return sorted(existing, key=lambda layout: layout.started_at)
 
 
 def _home() -> Path:

@@ -127,7 +127,7 @@ def test_local_shows_what_the_script_said_harmlessly(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Failed:
-        absent, absent_because, due = 1, EVIL, ()
+        absent_nodes, absence_reason, pending_items = 1, EVIL, ()
 
         def __init__(self, *_: Any, **__: Any) -> None:
             pass

@@ -79,8 +79,8 @@ class HeaderBar(Static):
         if head is not None and head.slurm_error:
             text.append(f"  ✗ Slurm: {head.slurm_error}", BAD)
         elif head is not None and (poll := view.poll_age(now)) is not None:
-            late = poll > LATE_POLLS * head.poll_interval_s
-            text.append(f"  poll {duration(poll)}/{duration(head.poll_interval_s)}", WARN if late else MUTED)
+            is_overdue = poll > LATE_POLLS * head.poll_interval_s
+            text.append(f"  poll {duration(poll)}/{duration(head.poll_interval_s)}", WARN if is_overdue else MUTED)
         if view.away_since is not None and view.away_reason:
             text.append(f"  {view.away_reason}", MUTED)
         self.update(text)
@@ -183,23 +183,23 @@ class OperatorScreen(Screen[None]):
         for active in self.active_bindings.values():
             if active.enabled and active.binding.id and active.binding.description:
                 binding = active.binding
-                shown = self.app.get_key_display(binding)
-                keys[binding.description] = f"{keys.get(binding.description, '')} {shown}".strip()
+                key = self.app.get_key_display(binding)
+                keys[binding.description] = f"{keys.get(binding.description, '')} {key}".strip()
         self.app.push_screen(Help([(key, description) for description, key in keys.items()]))
 
     @work
     async def action_operate(self, method: str) -> None:
         """Asks back, then asks the head; what it answers is shown."""
-        found = self.selected_node() if method == "drain" else None
-        run = found[1] if found is not None else self.selected_run()
-        if run is None or (method == "drain" and found is None):
+        node_and_run = self.selected_node() if method == "drain" else None
+        run = node_and_run[1] if node_and_run is not None else self.selected_run()
+        if run is None or (method == "drain" and node_and_run is None):
             return
         params: dict[str, str | int | list[str]] = {"run": run.run}
-        named = f"run {run.name} ({run.run})" if run.name and run.name != run.run else f"run {run.run}"
-        question = f"{method.capitalize()} {named}"
-        if found is not None:
-            params["nodes"] = [found[0]]
-            question = f"{method.capitalize()} node {found[0]} of {named}"
+        run_label = f"run {run.name} ({run.run})" if run.name and run.name != run.run else f"run {run.run}"
+        question = f"{method.capitalize()} {run_label}"
+        if node_and_run is not None:
+            params["nodes"] = [node_and_run[0]]
+            question = f"{method.capitalize()} node {node_and_run[0]} of {run_label}"
         number = await self.app.push_screen_wait(Confirm(question, ACTIONS[method][1], takes_number=method in COUNTED))
         if number is None:
             return

@@ -147,7 +147,7 @@ class RunScreen(OperatorScreen):
 
 def member_row(member: MemberView, since: float) -> list[Text]:
     """Cells under `COLUMNS` of a member as it was `since` seconds ago."""
-    left = None if member.ends_in_s is None else member.ends_in_s - since
+    remaining_s = None if member.ends_in_s is None else member.ends_in_s - since
     return [
         Text("-" if member.rank is None else str(member.rank)),
         Text(member.member),
@@ -156,6 +156,6 @@ def member_row(member: MemberView, since: float) -> list[Text]:
         Text(str(member.phase), PHASES[member.phase]),
         Text(str(member.step)),
         Text(str(member.shards) if member.shards else "-"),
-        Text(duration(left), WARN if left is not None and left < 60 else ""),
+        Text(duration(remaining_s), WARN if remaining_s is not None and remaining_s < 60 else ""),
         Text(duration(member.last_seen_s + since), MUTED),
     ]

@@ -52,7 +52,7 @@ class EventLog(Vertical):
         self.border_title = title
         self._run = run
         self._view = View()
-        self._shown = -1
+        self._last_seq = -1
         "sequence number of the last event looked at"
 
     def compose(self) -> ComposeResult:
@@ -65,12 +65,12 @@ class EventLog(Vertical):
     def show(self, view: View) -> None:
         """Adds what is new in the view."""
         self._view = view
-        if view.events and view.events[-1].seq < self._shown:
+        if view.events and view.events[-1].seq < self._last_seq:
             # The numbers went back: another state folder, so what is on the screen is of another story.
             self._rewrite()
         for event in view.events:
-            if event.seq > self._shown:
-                self._shown = event.seq
+            if event.seq > self._last_seq:
+                self._last_seq = event.seq
                 self._write(event)
 
     def focus_lines(self) -> None:
@@ -103,7 +103,7 @@ class EventLog(Vertical):
 
     def _rewrite(self) -> None:
         self.query_one(_Lines).clear()
-        self._shown = -1
+        self._last_seq = -1
         self.show(self._view)
 
     def _write(self, event: EventRecord) -> None:

@@ -80,11 +80,11 @@ class NodeMap(Widget, can_focus=True):
 
     def _tile(self, text: Text, index: int, labelled: bool) -> None:
         sign, style = glyph(self._view, self._view.cells[self._names[index]])
-        here = self.has_focus and index == self._cursor
-        text.append(sign, style + Style(reverse=True) if here and not labelled else style)
+        is_at_cursor = self.has_focus and index == self._cursor
+        text.append(sign, style + Style(reverse=True) if is_at_cursor and not labelled else style)
         if labelled:
             label = fit(self._labels[index], self._label_width())
-            text.append(label, Style(reverse=True) if here else MUTED)
+            text.append(label, Style(reverse=True) if is_at_cursor else MUTED)
             text.append(" ")
 
     def _describe(self, text: Text) -> None:
@@ -103,8 +103,8 @@ class NodeMap(Widget, can_focus=True):
             text.append_text(run_badge(self._view, cell.run))
             text.append(f" {cell.run} {cell.kind or ''} {cell.phase or 'coming'}")
             if node is not None and node.ends_in_s is not None:
-                left = node.ends_in_s - (self._now - self._view.received)
-                text.append(f"  goes in {duration(left)}")
+                remaining_s = node.ends_in_s - (self._now - self._view.received)
+                text.append(f"  goes in {duration(remaining_s)}")
         else:
             text.append(f"  {cell.owner}")
             if node is not None and node.unused:
@@ -117,9 +117,9 @@ class NodeMap(Widget, can_focus=True):
     def _summary(self) -> Text:
         cells = list(self._view.cells.values())
         text = Text("1 Nodes ", end="")
-        ours = [cell for cell in cells if cell.owner is NodeOwner.OURS]
-        base = sum(cell.kind is AllocationKind.BASE for cell in ours)
-        text.append(f" A base {base}  a harvest {len(ours) - base} ")
+        our_cells = [cell for cell in cells if cell.owner is NodeOwner.OURS]
+        base = sum(cell.kind is AllocationKind.BASE for cell in our_cells)
+        text.append(f" A base {base}  a harvest {len(our_cells) - base} ")
         for owner in (NodeOwner.OTHERS, NodeOwner.IDLE, NodeOwner.PLANNED, NodeOwner.DOWN):
             number = sum(cell.owner is owner for cell in cells)
             sign, style = OWNERS[owner]

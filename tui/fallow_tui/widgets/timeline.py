@@ -57,7 +57,7 @@ class Timeline(Widget, can_focus=True):
 
     def render(self) -> Text:
         width, height = self.size.width, max(1, self.size.height - 1)
-        label = min(14, max((cell_len(name) for name in self._view.ours), default=4)) + 1
+        label = min(14, max((cell_len(name) for name in self._view.our_rows), default=4)) + 1
         columns, column_s = max(1, width - label), ZOOM_S[self._zoom]
         rows = self._view.timeline(columns, column_s)
         self._top = min(self._top, max(0, len(rows) - height))
@@ -67,9 +67,9 @@ class Timeline(Widget, can_focus=True):
             return text
         for name in list(rows)[self._top : self._top + height]:
             text.append(fit(name, label - 1) + " ", MUTED)
-            for cell, same in groupby(rows[name]):
+            for cell, cells in groupby(rows[name]):
                 sign, style = glyph(self._view, cell)
-                text.append(sign * len(list(same)), style)
+                text.append(sign * len(list(cells)), style)
             text.append("\n")
         text.append_text(self._axis(label, columns, column_s, len(rows) - self._top - height))
         if self._stale:
@@ -80,9 +80,9 @@ class Timeline(Widget, can_focus=True):
     def _axis(label: int, columns: int, column_s: float, below: int) -> Text:
         """Marks at equal distances from the right edge, which is now."""
         line = [" "] * columns
-        for back in range(0, columns, MARK_EVERY):
-            mark = f"-{duration(back * column_s)}┤" if back else "now┤"
-            start = columns - back - len(mark)
+        for columns_ago in range(0, columns, MARK_EVERY):
+            mark = f"-{duration(columns_ago * column_s)}┤" if columns_ago else "now┤"
+            start = columns - columns_ago - len(mark)
             if start >= 0:
                 line[start : start + len(mark)] = mark
         more = f"↓{below}" if below > 0 else ""
