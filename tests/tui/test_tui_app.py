@@ -183,7 +183,7 @@ async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
         rig.monotonic.now += RED_S
         rig.app.draw()
         await rig.settle()
-        assert "data 20s old STALE" in rig.screen()[0]
+        assert "updated 20s ago STALE" in rig.screen()[0]
 
 
 async def test_details_of_a_run_and_back() -> None:

@@ -1,4 +1,4 @@
-"""A make-believe cluster for `fallow top --demo`, for tests and for pictures. Seeded: the same story every time."""
+"""A simulated cluster for `fallow top --demo`, for tests and for pictures. The same seed gives the same events."""
 
 import asyncio
 import random
@@ -26,11 +26,11 @@ from fallow.model import (
 )
 
 START_S = 6.0
-"""From allocation to member."""
+"""Seconds from an allocation to the membership of its node."""
 LEAVE_S = 2.0
 POLL_S = 5.0
 WARM_UP = 200
-"""Seconds of story before the first picture, so that the timeline has something to tell."""
+"""Seconds that are simulated before the first picture, so that the timeline is not empty."""
 
 
 @dataclass(slots=True)
@@ -41,9 +41,9 @@ class _Node:
     kind: AllocationKind = AllocationKind.HARVEST
     phase: MemberPhase = MemberPhase.STARTING
     ends_at: float = 0.0
-    "of our job there"
+    "Unix time at which our job on the node ends"
     number: int = 0
-    "of the run's member there, in order of arrival"
+    "number of the run's member on the node, in order of arrival"
 
 
 @dataclass(slots=True)
@@ -61,13 +61,13 @@ class _Run:
 
 
 class DemoCluster:
-    """Virtual time only: `advance` moves it by one second and returns what happened."""
+    """The simulated cluster. `advance` moves its virtual time by one second and returns the events."""
 
     def __init__(self, seed: int = 7, nodes: int = 24, start: float = 0.0) -> None:
         self.at = self._started = start
         self._random = random.Random(seed)
         self._events: list[EventRecord] = []
-        "of this second"
+        "events of the current second"
         self._seq = 0
         self._runs = [
             _Run("llama-sft-0412", "llama-sft", 2, 10, 98_000, 310.0, 18_240.0),
@@ -76,13 +76,13 @@ class DemoCluster:
         ]
         self._nodes = [_Node(f"gpu{number:03}") for number in range(1, nodes + 1)]
         base = [run for run in self._runs for _ in range(run.base)]
-        # The last node is down for good.
+        # The last node stays down.
         self._lives = [self._life(node, run) for node, run in zip_longest(self._nodes[:-1], base)]
         self._next = [start + next(life) for life in self._lives]
-        "when what each node is now is over"
+        "times at which the nodes' states change next"
 
     def advance(self) -> list[EventRecord]:
-        """One second passes."""
+        """Move the time by one second; return its events."""
         self.at += 1.0
         self._events = []
         for number, life in enumerate(self._lives):
@@ -127,7 +127,7 @@ class DemoCluster:
         return Snapshot(at=self.at, head=head, nodes=nodes, runs=runs, last_event=self._seq)
 
     def _life(self, node: _Node, run: _Run | None) -> Iterator[float]:
-        """What happens to a node, one thing after the other; yields for how long each lasts."""
+        """States of a node, one after the other. Yields how many seconds each lasts."""
         lasts_s, dice = self._random.uniform, self._random.random
         if run is not None:
             yield from self._serve(node, run, AllocationKind.BASE, 5400.0)
@@ -148,7 +148,7 @@ class DemoCluster:
                 yield lasts_s(4, 12)
 
     def _serve(self, node: _Node, run: _Run, kind: AllocationKind, seconds: float) -> Iterator[float]:
-        """A node is a run's, from the start of the job to its end."""
+        """The time of a node in a run, from the start of the job to its end."""
         node.owner, node.run, node.kind = NodeOwner.OURS, run.run, kind
         node.phase, node.ends_at = MemberPhase.STARTING, self.at + seconds
         node.number, run.arrivals = run.arrivals, run.arrivals + 1
@@ -227,7 +227,7 @@ class DemoCluster:
 
 
 class DemoSource:
-    """The make-believe cluster in real time, one second at a time."""
+    """The simulated cluster in real time, one second at a time."""
 
     name = "demo"
 
@@ -245,4 +245,4 @@ class DemoSource:
             yield self._cluster.snapshot()
 
     async def call(self, method: str, **params: Any) -> Any:
-        raise FallowError(f"{method}: the cluster is made up; it takes no requests", Exit.USAGE)
+        raise FallowError(f"{method}: the cluster is simulated and takes no requests", Exit.USAGE)

@@ -1,6 +1,6 @@
-"""Small formats, and the gate through which everything from outside passes before it is kept.
+"""Formats of numbers and times, and `clean_item`, which makes everything from the head safe for a terminal.
 
-Widgets draw with `rich.text.Text`, which does not read markup; control characters are made visible here.
+Widgets draw with `rich.text.Text`, which does not read markup; `clean_item` makes control characters visible.
 """
 
 import re
@@ -22,7 +22,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def clean_item(item: Item) -> Item:
-    """The same item with every string in it fit for a terminal."""
+    """Return the item with all its strings made safe for a terminal."""
     raw = msgspec.json.encode(item)
     if not _SUSPECT.search(raw):
         return item
@@ -40,7 +40,7 @@ def _walk(value: Any) -> Any:
 
 
 def fit(text: str, width: int) -> str:
-    """Exactly `width` cells: padded, or cut with an ellipsis."""
+    """Pad a text to `width` cells, or cut it with an ellipsis."""
     if cell_len(text) <= width:
         return set_cell_size(text, width)
     return set_cell_size(text, width - 1) + "…" if width > 1 else "…"[:width]
@@ -71,7 +71,7 @@ def count(number: float) -> str:
 def figure(value: float | None) -> str:
     """At most six characters of a number of any size: `2.248`, `0.0015`, `1.8e-05`, `-1e+20`; `-` where unknown.
 
-    A number that is cut instead would be another number: `1.754e-05` begins like `1.754`.
+    Cutting the digits would make another number: `1.754e-05` begins like `1.754`.
     """
     if value is None:
         return "-"

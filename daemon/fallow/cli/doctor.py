@@ -1,4 +1,4 @@
-"""`fallow doctor`: looks at everything that Fallow needs, and says what to do about what is missing."""
+"""`fallow doctor`: check everything that Fallow needs, and say how to mend what is missing."""
 
 import asyncio
 import importlib.util
@@ -33,14 +33,14 @@ HEAD_S = 10.0
 
 
 @click.command(short_help="Check this machine and this cluster.")
-@click.option("--gpu", is_flag=True, help="In an allocation: its GPUs, and the network between its nodes.")
+@click.option("--gpu", is_flag=True, help="In an allocation: check its GPUs and the network between its nodes.")
 @json_option
 def doctor(gpu: bool, as_json: bool) -> int:
-    """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
+    """Check what Fallow needs here. Each line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
     if gpu:
         from fallow.nodecheck import launch
 
-        say(f"all-reduces among the nodes take {launch.MEASURED_S:g} s, and starting them about as long")
+        say(f"measuring all-reduces between the nodes takes {launch.MEASURED_S:g} s, starting them about as long")
         results = launch.examine()
     else:
         results = examine()
@@ -50,10 +50,10 @@ def doctor(gpu: bool, as_json: bool) -> int:
 
 
 def show(results: Iterable[Check]) -> None:
-    """Prints each check in a line, and what to do in the next."""
+    """Print each check on a line, and what to do on the next line."""
     for check in results:
         level = f"{check.level.value:<5}"
-        # Rich's tables keep to it by themselves.
+        # Rich obeys NO_COLOR, click does not.
         level = level if os.environ.get("NO_COLOR") else click.style(level, fg=STYLES[check.level])
         click.echo(f"{level} {clean(check.name)}: {clean(check.found)}")
         if check.fix:
@@ -61,7 +61,7 @@ def show(results: Iterable[Check]) -> None:
 
 
 def examine() -> list[Check]:
-    """All verdicts, in the order in which things depend on each other."""
+    """Make all checks, in the order in which they depend on each other."""
     results = [guarded("configuration", _configuration), guarded("host name", _host_name)]
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     results.append(checks.slurm_commands(missing))
@@ -75,7 +75,7 @@ def examine() -> list[Check]:
     results.append(guarded("store", _store))
     results.append(_torch())
     results.extend(_head(cluster, controllers))
-    # A head opens as many files as it is let; -1 is no limit.
+    # The hard limit of files counts, since the head raises its soft limit to it. -1 is no limit.
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[0]
     results.append(checks.limits(files, processes))
     results.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
@@ -83,7 +83,7 @@ def examine() -> list[Check]:
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:
-    """A check that cannot be made is a failed one, not the end of the examination."""
+    """Make a check. If it cannot be made, the check has failed; the examination goes on."""
     try:
         return look()
     except FallowError as error:
@@ -112,7 +112,7 @@ def _host_name() -> Check:
 
 
 def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
-    """Verdicts on Slurm, and what it shows; the addresses of the controllers."""
+    """Checks of Slurm, the state of the cluster (None: no answer), and the addresses of the controllers."""
     from fallow.slurm.state import own_groups
 
     try:
@@ -142,7 +142,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
 
 
 async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, str]:
-    """Configuration, cluster, and who answered."""
+    """Configuration and state of the cluster, and the name of the client that answered."""
     from fallow.slurm.pyslurm_client import slurm_client
 
     client = slurm_client("auto" if setting == "none" else setting)
@@ -158,7 +158,7 @@ def _state_folder(cluster: ClusterState | None) -> Check:
 
 
 def _other_hosts(cluster: ClusterState | None) -> bool:
-    """Whether jobs may run on hosts other than this one; in a testbed all nodes are this host."""
+    """True if jobs may run on other hosts. In a testbed all nodes are this host."""
     if cluster is None:
         return True
     own_names = {socket.gethostname(), "localhost"}
@@ -171,7 +171,7 @@ def _other_hosts(cluster: ClusterState | None) -> bool:
 
 def _runtime_folder() -> Check:
     paths = Paths.default()
-    # `control` is asked for because it refuses a path that is too long for a socket.
+    # `control` raises FallowError if its path is too long for a socket.
     return checks.runtime_folder(str(paths.control.parent), network_filesystem(paths.runtime))
 
 
@@ -183,7 +183,7 @@ def _store() -> Check:
 
 
 def _torch() -> Check:
-    # Looked for, not imported: that takes seconds.
+    # An import of torch would take seconds.
     if importlib.util.find_spec("torch") is None:
         fix = "only training needs it: pip install 'fallow[torch]', or use the site's build"
         return Check("torch", Level.WARN, "not importable by this Python", fix)
@@ -191,7 +191,7 @@ def _torch() -> Check:
 
 
 def _head(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
-    """Is there a head, and do nodes reach it, as far as can be told from here?"""
+    """Check that a head runs and that nodes can reach its address, as far as this host can tell."""
     from fallow.head.peers.whereabouts import address_towards
     from fallow.wire.address import host_of
 

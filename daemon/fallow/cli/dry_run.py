@@ -1,4 +1,4 @@
-"""`fallow submit --dry-run`: what would be asked for, and what it would find. Nothing is submitted."""
+"""`fallow submit --dry-run`: the jobs that would be submitted, and the nodes that they would get. Submits nothing."""
 
 import asyncio
 import os
@@ -18,20 +18,20 @@ from fallow.model import AllocationKind, BaseStart, DryRun, FallowError, JobRequ
 from fallow.text import clean, clean_block, counted
 
 QUERY_S = 10.0
-"""Slurm is not waited for longer: what would be submitted is known without it."""
+"""Time limit for Slurm's answer, in seconds. The commands and scripts are known without it."""
 
 SBATCH_REFUSED = 1
 """Exit code of sbatch when Slurm refuses a job; a real submission passes it on."""
 
 _MAX_CHARACTERS = 1 << 24
-"""Characters that are shown; Slurm takes no scripts that come near."""
+"""Most characters of the output; far more than the longest script that Slurm takes."""
 
 NAME = "fallow-dry-run"
 """Job name for `sbatch --test-only`."""
 
 
 def dry_run(plan: Submission, source: Path | None) -> DryRun:
-    """Everything about a submission short of doing it."""
+    """Describe a submission without submitting it."""
     harvest = load_config().harvest
     asker = Asker.of(plan.spec, Asker(harvest.account or "", harvest.qos or ""))
     variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
@@ -76,13 +76,13 @@ def _prospect(plan: Submission, notes: list[str]) -> Prospect | None:
 
 
 def _base_start(plan: Submission, variables: dict[str, str], notes: list[str]) -> BaseStart | None:
-    """When Slurm would start the base job; None, with a note: it does not say."""
+    """When Slurm would start the base job. If Slurm does not say, adds a note and returns None."""
     from fallow.slurm.cli import CliClient
     from fallow.slurm.client import SubmitRejected
 
     request = JobRequest(
         token=NAME,
-        # The script is given as one, whatever it was made from.
+        # The script is passed as text, even if --wrap made it.
         options=[word for word in plan.all_options("RUN.base", variables) if not word.startswith("--wrap")],
         script=plan.spec.script,
         args=list(plan.spec.args),
@@ -99,7 +99,7 @@ def _base_start(plan: Submission, variables: dict[str, str], notes: list[str]) -
 
 
 def show(result: DryRun) -> str:
-    """For people: commands and scripts as they are, but for what a terminal would obey; the rest as comments."""
+    """Text for people: the commands and scripts, with control characters escaped, and all else as comments."""
     parts = [
         "# base job (RUN and its tokens are named by the head)",
         *(f"export {name}={shlex.quote(value)}" for name, value in result.base_environment.items()),
@@ -126,15 +126,15 @@ def _now(result: DryRun, now: float) -> list[str]:
     if result.start is not None and is_refused:
         lines.append(f"the base job would be {result.start.says}; nothing would be submitted, and no run would begin")
     elif result.start is not None:
-        lines.append(f"of the base job Slurm says: {result.start.says}")
+        lines.append(f"Slurm about the base job: {result.start.says}")
     if (prospect := result.prospect) is not None:
         idle, age_s = counted(prospect.idle_nodes, "node"), max(0.0, now - prospect.polled_at)
         lines.append(f"idle where nodes may be harvested: {idle}, as the head saw {age_s:.0f} s ago")
         if not is_refused:
             asks = [f"{counted(one.nodes, 'node')} for {one.minutes} min in {one.partition}" for one in prospect.asks]
-            lines.append(f"asked for as soon as the base job trains: {', '.join(asks) or 'nothing'}")
+            lines.append(f"requests once the base job trains: {', '.join(asks) or 'nothing'}")
             expectation = f"{prospect.nodes} of {result.min_nodes} to {result.max_nodes}"
-            lines.append(f"nodes to be expected, base job included: {expectation}")
+            lines.append(f"expected nodes, base job included: {expectation}")
         lines += prospect.notes
     if result.budget_node_hours is not None:
         lines.append(f"budget for all but the first base job: {result.budget_node_hours:g} node-hours")

@@ -1,4 +1,4 @@
-"""Commands that follow a run: what happened, what its members print, why it does not grow, and wait for its end."""
+"""Commands that follow a run: its events, its output, why it does not grow, and its end."""
 
 import codecs
 import contextlib
@@ -24,23 +24,30 @@ from fallow.text import clean, clean_output
 T = TypeVar("T")
 
 _ABSENCE_S = 120.0
-"""A head that is away for longer is not waited for."""
+"""Seconds to wait for a head that cannot be reached."""
 _ABSENCE_CODES = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
-"""What is said of a head that is started again, stopped, or overloaded."""
-_NOT_ENDED = "it has not ended within the time of --timeout"
+"""Exit codes of requests to a head that restarts, has stopped or is overloaded."""
+_NOT_ENDED = "the run has not ended within --timeout"
 _CHUNK = 65536
 _ESCAPE_FACTOR = 10
-"""So many characters one of a program's may become, at most: nothing of its output is cut for that."""
+"""Most characters that one character of the output may become when it is escaped. Output is never cut."""
 
 
 @click.command(short_help="What happened.")
 @click.argument("run", required=False)
 @click.option("--since", type=click.IntRange(0, MOST), default=0, help="Only events with a higher number.")
-@click.option("--limit", type=click.IntRange(1, MOST_EVENTS), default=100, show_default=True, help="The last so many.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, MOST_EVENTS),
+    default=100,
+    show_default=True,
+    help="Show the last N events.",
+    metavar="N",
+)
+@click.option("--follow", "-f", "following", is_flag=True, help="Show new events, too, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
 def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
-    """Show the event log, of everything or of one RUN."""
+    """Show the events of all runs, or of one RUN."""
     newest = 0
     if following and run is not None:
         snapshot = ask("status", Snapshot, run=run)
@@ -52,25 +59,25 @@ def events(run: str | None, since: int, limit: int, following: bool, as_json: bo
         _show_events([event for event in records if run in (None, event.run)], as_json)
         since = max([since, newest, *(event.seq for event in records)])
         time.sleep(WATCH_S)
-        # Of all runs, also where one is meant: the head then looks at new events only, not at all that it keeps.
+        # Ask for the events of all runs even for one run: the head then reads new events only, not all that it keeps.
         records = _ask_patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
 
 
-def _ask_patiently(look: Callable[[], T], until: float = math.inf) -> T:
-    """Ask a head that has answered before, across a restart of it.
+def _ask_patiently(request: Callable[[], T], until: float = math.inf) -> T:
+    """Repeat a request until the head answers, so that a restart of the head does no harm.
 
     Raises:
-        FallowError: it says no, it is away for longer than `_ABSENCE_S`, or it is away at `until` (time.monotonic()).
+        FallowError: the head refuses, or cannot be reached for `_ABSENCE_S`, or at `until` (time.monotonic()).
     """
     deadline = time.monotonic() + _ABSENCE_S
     while True:
         try:
-            return look()
+            return request()
         except FallowError as error:
             if error.code not in _ABSENCE_CODES or time.monotonic() > deadline:
                 raise
             if time.monotonic() > until:
-                raise FallowError(f"the head is away: {_NOT_ENDED}", Exit.TEMPFAIL) from error
+                raise FallowError(f"the head cannot be reached; {_NOT_ENDED}", Exit.TEMPFAIL) from error
         time.sleep(WATCH_S)
 
 
@@ -84,12 +91,14 @@ def _show_events(records: list[EventRecord], as_json: bool = False) -> None:
 
 @click.command(short_help="Wait until a run has ended.")
 @click.argument("run")
-@click.option("--timeout", "timeout_s", type=Finite(0, min_open=True), help="Seconds after which to give up, with 75.")
+@click.option(
+    "--timeout", "timeout_s", type=Finite(0, min_open=True), help="Seconds after which to give up, with exit code 75."
+)
 @json_option
 def wait(run: str, timeout_s: float | None, as_json: bool) -> int:
     """Wait until RUN has ended, and show its report.
 
-    Ends with 0 if it is finished, 70 if it failed, 93 if it was cancelled.
+    Exit code: 0 if the run is finished, 70 if it failed, 93 if it was cancelled.
     """
     until = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
     view = _run_view(run)
@@ -110,10 +119,10 @@ def _run_view(run: str) -> RunView:
 
 @click.command(short_help="What a run's members print.")
 @click.argument("run")
-@click.option("--member", help="A member, or one of its workers: n3, n3.1. Without it the main member.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Go on with new output until the run has ended.")
+@click.option("--member", help="A member, or one of its workers: n3, n3.1. Default: the main member.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Show new output, too, until the run has ended.")
 def logs(run: str, member: str | None, following: bool) -> None:
-    """Print what a member of RUN has written to its standard output and error."""
+    """Print the standard output and error of a member of RUN."""
     view = _run_view(run)
     path = _log(Paths.default().run(view.run).logs, view, member)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -144,18 +153,18 @@ def logs(run: str, member: str | None, following: bool) -> None:
 
 
 def _has_been_replaced(log: BinaryIO, path: Path) -> bool:
-    """At its largest size an agent renames a log to `.1`, and goes on in a new one (`agent.output`)."""
+    """True if the agent has renamed a full log to `.1` and started a new one (`agent.output`)."""
     try:
         return not os.path.samestat(os.fstat(log.fileno()), path.stat())
     except FileNotFoundError:
-        return False  # the new one is not there yet
+        return False  # the new log does not exist yet
 
 
 def _log(folder: Path, view: RunView, member: str | None) -> Path:
     members_with_log = sorted(path.stem for path in folder.glob("n*.log"))
     if member is None:
         main = next((one.member for one in view.members if one.rank == 0), "") or _last_main(view.run)
-        # Of a run that has not trained yet, or that failed before: whoever has written something.
+        # A run that has not trained has no main member: show the first member with output.
         member = main or next(iter(members_with_log), "")
     matches = [name for name in members_with_log if name in (member, f"{member}.0")]
     if not matches:
@@ -175,7 +184,7 @@ def _last_main(run: str) -> str:
 @click.argument("name", metavar="RUN|NODE")
 @json_option
 def why(name: str, as_json: bool) -> None:
-    """Say why RUN has no more nodes than it has, or why NODE is not used."""
+    """Say why RUN does not get more nodes, or why NODE is not used."""
     snapshot = ask("status", Snapshot)
     node = next((one for one in snapshot.nodes if one.node == name), None)
     try:
@@ -208,9 +217,9 @@ def _run_reasons(run: RunView, snapshot: Snapshot) -> list[str]:
         return reasons + [run.message] * bool(run.message)
     if members >= run.limit:
         by_hand = run.limit < run.max_nodes
-        reasons.append("it has as many nodes as it may have" + "; `fallow grow` moves the limit" * by_hand)
+        reasons.append("it has reached its limit of nodes" + "; `fallow grow` raises the limit" * by_hand)
     elif members >= run.useful:
-        reasons.append("a step has no more shards than its nodes already compute")
+        reasons.append("more nodes would not help: a step has too few shards for them")
     reasons += [text for text in (run.change, run.message, run.paused, *run.without_agent) if text]
     reasons += not_harvested(snapshot.head)
     reasons += [f"node {node} is barred: {text}" for node, text in sorted(run.barred.items())]

@@ -1,4 +1,4 @@
-"""One call of sbatch whose outcome must not be guessed."""
+"""Call sbatch once, and tell a job from a refusal and from an unknown outcome."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ from fallow.model import Exit, FallowError
 from fallow.text import clean_output
 
 LOOK_UP_S = 12.0
-"""For how long Slurm is asked for a job whose submission gave no answer. The head goes on looking for it."""
+"""Seconds to look for a job whose submission gave no answer. The head looks for the job afterwards."""
 
 _JOB = re.compile(r"\s*(\d+(?:;\S+)?)\s*")
 
@@ -27,24 +27,24 @@ class Outcome(msgspec.Struct, frozen=True):
     job: str | None
     "`JOBID` or `JOBID;CLUSTER`"
     is_refused: bool
-    "sbatch or Slurm said no: there is no job. Without a job and not refused: nobody knows"
+    "True: sbatch or Slurm refused the job. False without a job: the outcome is unknown"
     reason: str
 
 
 def call_sbatch(
     argv: list[str], environment: Mapping[str, str], on_job: Callable[[str], None], stdin: str | None = None
 ) -> Outcome:
-    """Run sbatch with --parsable; what it prints on standard error is passed on at once.
+    """Run `sbatch --parsable`, and pass its standard error on at once.
 
     Args:
-        argv: of sbatch.
-        environment: all of it.
-        on_job: called with the job as soon as it is known; sbatch --wait goes on for as long as the job does.
-        stdin: the script, where no file holds it.
+        argv: sbatch and its arguments.
+        environment: the complete environment of sbatch.
+        on_job: called with the job as soon as it is known. `sbatch --wait` then runs for as long as the job.
+        stdin: text of the script if no file holds it.
     """
     from fallow.slurm.parse import complaint, is_refusal
 
-    # A file and no pipe: sbatch may end without reading it.
+    # A file, not a pipe: sbatch may end without reading it.
     with tempfile.TemporaryFile() as script:
         script.write((stdin or "").encode())
         script.seek(0)
@@ -58,7 +58,7 @@ def call_sbatch(
             return Outcome(Exit.UNAVAILABLE, None, True, str(error))
     assert process.stdout is not None
     assert process.stderr is not None
-    # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.
+    # The deadline is for Slurm's answer. Once the job is known, `sbatch --wait` may run for as long as the job.
     timer = threading.Timer(SUBMIT_S, process.kill)
     timer.daemon = True
     timer.start()
@@ -74,7 +74,7 @@ def call_sbatch(
                 timer.cancel()
                 on_job(job)
             elif match is None:
-                # A site's banner; it is the user's to read, but not a result.
+                # A banner of the site: for the user to read, but not a result.
                 sys.stderr.write(clean_output(line))
         code = process.wait()
     except KeyboardInterrupt:

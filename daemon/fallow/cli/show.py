@@ -23,7 +23,7 @@ from fallow.text import clean, counted, tail
 T = TypeVar("T")
 
 MOST_REASONS = 10
-"""Why idle nodes are not used: as many rows at most."""
+"""Most rows of the table that says why idle nodes are not used."""
 
 RUNS: dict[str, Callable[[RunView], str]] = {
     "RUN": lambda run: run.run,
@@ -62,7 +62,7 @@ ALLOCATIONS: dict[str, Callable[[AllocationView], str]] = {
 SPEEDS: dict[str, Callable[[SpeedView], str]] = {
     "NODES": lambda speed: str(speed.nodes),
     "STEPS/S": lambda speed: number(speed.steps_per_s),
-    "KNOWN": lambda speed: "measured" if speed.measured else "foretold",
+    "KNOWN": lambda speed: "measured" if speed.measured else "predicted",
 }
 GENERATIONS: dict[str, Callable[[GenerationReport], str]] = {
     "GEN": lambda one: str(one.generation),
@@ -96,7 +96,7 @@ def report(run: str, as_json: bool) -> None:
 
 
 def show_runs(snapshot: Snapshot) -> None:
-    """The head in a line, then a row per run."""
+    """Print the head in a line, then a row per run, then why idle nodes are not used."""
     head = snapshot.head
     slurm = f"Slurm {head.slurm_version} ({head.cluster})" if head.slurm_version else "no Slurm seen yet"
     poll = "never" if head.poll_age_s is None else f"{head.poll_age_s:.0f} s ago"
@@ -117,12 +117,12 @@ def show_runs(snapshot: Snapshot) -> None:
 
 
 def _problems(head: HeadView) -> list[str]:
-    """What keeps the head from its work, a line for each."""
+    """Problems that keep the head from its work, a line each."""
     problems = []
     if head.slurm_error:
         problems.append(f"Slurm does not answer: {head.slurm_error}")
     if head.store_problem:
-        problems.append(f"the head can write nothing down and waits: {head.store_problem}")
+        problems.append(f"the head cannot write to its store and waits: {head.store_problem}")
     if head.stand_in:
         problems.append(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place")
     if head.internal_errors:
@@ -131,7 +131,7 @@ def _problems(head: HeadView) -> list[str]:
 
 
 def internal_errors(errors: Sequence[InternalError]) -> str:
-    """How often the head met an error that nobody expected, and the newest, in one line."""
+    """Number of unexpected errors of the head, and the newest of them, in one line."""
     newest = max(errors, key=lambda error: error.last_at)
     of = f", run {newest.run}" if newest.run else ""
     return (
@@ -141,13 +141,13 @@ def internal_errors(errors: Sequence[InternalError]) -> str:
 
 
 def not_harvested(head: HeadView) -> list[str]:
-    """What the head may not harvest, and why, a line for each."""
+    """Partitions that the head may not harvest, and why, a line each."""
     stopped = [f"nothing is harvested: {head.stopped}"] if head.stopped else []
     return stopped + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
 
 
 def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
-    """Why idle nodes are not used: reason, how many nodes, and their names, those of most nodes first."""
+    """Why idle nodes are not used: (reason, number of nodes, folded names), most nodes first."""
     from fallow.slurm.parse import folded
 
     reasons: dict[str, list[str]] = {}
@@ -159,17 +159,17 @@ def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
 
 
 def ranks(member: MemberView) -> str:
-    """Of all its workers."""
+    """Ranks of a member's workers, e.g. `4-7`."""
     if member.rank is None:
         return "-"
     return str(member.rank) if member.workers == 1 else f"{member.rank}-{member.rank + member.workers - 1}"
 
 
 def show_run(run: RunView, now: float) -> None:
-    """One run: its row, its members, jobs and checkpoints. Args: now: by the head's clock, as all times in a view."""
+    """Print one run: its row, members, jobs and checkpoints. `now` is by the head's clock, like all times in a view."""
     show_items(RUNS, [run])
     if run.scalars:
-        # As the script logs them.
+        # values that the script logs
         click.echo(clean("  ".join(f"{name} {number(value)}" for name, value in run.scalars.items())))
     for node, reason in sorted(run.barred.items()):
         click.echo(clean(f"node {node} is barred: {reason}"))
@@ -181,7 +181,7 @@ def show_run(run: RunView, now: float) -> None:
         click.echo(f"\ndeadline {moment(run.deadline_at)}: {_schedule_state(run.ahead_s)}")
     _section(SPEEDS, run.speeds)
     if run.speeds and run.target is not None:
-        click.echo(f"harvested nodes, with those asked for: {run.target}")
+        click.echo(f"harvested nodes, requested ones included: {run.target}")
     _section(_checkpoint_columns(now), run.checkpoints)
 
 
@@ -193,8 +193,8 @@ def _section(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> N
 
 def _schedule_state(ahead_s: float | None) -> str:
     if ahead_s is None:
-        return "its pace is not known yet"
-    return f"{'behind' if ahead_s < 0 else 'ahead of'} its schedule by {duration(abs(ahead_s))}"
+        return "the pace is not known yet"
+    return f"{duration(abs(ahead_s))} {'behind' if ahead_s < 0 else 'ahead of'} schedule"
 
 
 def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]]:
@@ -211,12 +211,12 @@ def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]
 
 
 def end_of_traceback(report: RunReport) -> str:
-    """As much of it as a person reads. Its last line says what went wrong."""
+    """The end of the report's traceback. Its last line says what went wrong."""
     return tail(report.traceback.rstrip().split("\n"), 1000, 20_000)
 
 
 def show_report(report: RunReport) -> None:
-    """A finished (or running) run in a few lines and a row per generation."""
+    """Print a report: a few lines, then a row per generation."""
     if report.traceback:
         click.echo(end_of_traceback(report))
     samples, planned, unplanned = report.samples, report.pause_s.planned, report.pause_s.unplanned

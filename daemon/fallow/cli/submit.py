@@ -27,16 +27,16 @@ _HELP = """\
 Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sbatch options] SCRIPT [ARGS]
 
   sbatch, elastic: submits SCRIPT as a base job of MIN nodes and lets the run
-  grow onto idle nodes, up to MAX. Everything else goes to sbatch as it is;
-  sbatch's output and exit code come back.
+  grow onto idle nodes, up to MAX nodes. All other options go to sbatch
+  unchanged. Output and exit code are those of sbatch.
 
   --nodes=MIN:MAX   limits of the run; a plain --nodes=N means N:N
-  --dry-run         submit nothing; print the sbatch commands and scripts, when
-                    the base job would start, what is idle and would be asked
-                    for (from the head's last poll); --json prints it as one
-                    JSON value; the exit code is sbatch's where Slurm would
-                    refuse the base job
-  --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
+  --dry-run         submit nothing; print the sbatch commands and scripts, the
+                    start of the base job, the idle nodes and the requests for
+                    them (from the head's last poll); --json prints one JSON
+                    value; if Slurm would refuse the base job, the exit code
+                    is that of sbatch
+  --fallow=K=V      same as a line `#FALLOW K=V` in the script: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
                     weight=X, deadline=YYYY-MM-DD[THH:MM] or =friday[-HH:MM],
                     seed=N, min-minutes=N, harvest-account=NAME; or
@@ -46,7 +46,7 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
 
 
 class SbatchCommand(click.Command):
-    """Its arguments are sbatch's: click must not look at them, not even at `--`."""
+    """A command whose arguments belong to sbatch: click must not parse them, not even `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.params["argv"] = tuple(args)
@@ -70,7 +70,7 @@ def submit(argv: tuple[str, ...]) -> int:
     if option_names & INFORMATIVE:
         _become(["sbatch", *argv])
     if "json" in option_names and "dry-run" not in option_names:
-        raise FallowError("--json shows what --dry-run finds; give both", Exit.USAGE)
+        raise FallowError("--json needs --dry-run here: fallow submit --dry-run --json SCRIPT", Exit.USAGE)
     if "dry-run" in option_names:
         return _dry_run(line, "json" in option_names)
     submission, source = prepare(line)
@@ -95,12 +95,12 @@ def _dry_run(line: CommandLine, as_json: bool) -> int:
 
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
-    """The submission, thought through, and the script's file (None: --wrap or standard input)."""
+    """Plan a submission. Returns the plan and the script's file (None: --wrap or standard input)."""
     commands, folders = line.given("wrap"), line.given("chdir")
     source: Path | None = None
     if commands:
         if line.script is not None:
-            raise FallowError(f"--wrap makes the script; {line.script!r} cannot be given, too", Exit.USAGE)
+            raise FallowError(f"--wrap makes the script; leave {line.script!r} or --wrap out", Exit.USAGE)
         name, text = "wrap", wrap(commands[-1])
     elif line.script is not None:
         source = find_script(line.script, folders[-1] if folders else None)
@@ -124,7 +124,7 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
 
 
 def find_script(name: str, chdir: str | None) -> Path:
-    """The script's file, looked for where sbatch looks: here, in --chdir, then on PATH for a plain name."""
+    """Find the script's file as sbatch does: in the current folder, in --chdir, and on PATH for a plain name."""
     places = [Path(name)]
     if not os.path.isabs(name):
         places.extend([Path(chdir, name)] if chdir else [])
@@ -148,7 +148,7 @@ def read_script(path: Path) -> str:
 
 
 def decode_script(data: bytes, name: str) -> str:
-    """The text with its line ends as they are: sbatch reads the same bytes, and refuses those of DOS."""
+    """Decode a script. Its line ends stay as they are, since sbatch reads the file, too, and refuses DOS line ends."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -157,7 +157,7 @@ def decode_script(data: bytes, name: str) -> str:
 
 
 def submit_plan(submission: Submission, source: Path | None) -> int:
-    """Makes the run at the head, calls sbatch, and tells the head what came of it."""
+    """Create the run at the head, call sbatch and report the outcome to the head. Returns the exit code."""
     from fallow.cli.sbatch_call import call_sbatch, look_up
 
     state = str(Paths.default().state)
@@ -199,9 +199,9 @@ def submit_plan(submission: Submission, source: Path | None) -> int:
         return Exit.OK
     _report_failure(new, outcome.reason, unknown=True)
     raise FallowError(
-        f"nobody knows whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm answers, "
-        f"the head looks for it: if it is there, run {new.run} takes it up, else the run fails, and you can submit it "
-        f"again. See: fallow status {new.run}; to give it up: fallow cancel {new.run}",
+        f"it is not known whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm "
+        f"answers, the head looks for the job. If the job exists, run {new.run} continues. If not, the run fails, and "
+        f"you can submit again. See: fallow status {new.run}; to give up: fallow cancel {new.run}",
         Exit.TEMPFAIL,
     )
 
@@ -217,32 +217,32 @@ def _announce(submission: Submission, line: str, run: str) -> None:
 
 
 def _report_job(new: NewRun, job_id: str) -> None:
-    """The head learns the job id; if it is away just now, it is left for it."""
+    """Report the job id to the head. If the head cannot be reached, leave the job id for it in a file."""
     try:
         ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
     except FallowError as error:
-        say(f"job {job_id} is submitted, but the head was not told ({error.message}); it will find it by itself")
+        say(f"job {job_id} is submitted; the head cannot be told ({error.message}) and will find the job later")
         with contextlib.suppress(OSError):
-            # Where no site overwrites comments, it finds the job by the token in its comment, too.
+            # The head can also find the job by the token in its comment, unless the site overwrites comments.
             write_struct(Paths.default().run(new.run).base_job(new.token), BaseJob(job_id))
 
 
 def _warn_of_refusal(run: str) -> None:
-    """Say at once if Slurm would take no harvest job of the run, which would show only once nodes are idle."""
+    """Warn at once if Slurm would refuse the run's harvest jobs. Else that would show only once nodes are idle."""
     with contextlib.suppress(FallowError):
         if refusal := ask("test_harvest", str, run=run):
-            say(f"run {run} cannot grow, Slurm would refuse its harvest jobs: {refusal}")
+            say(f"run {run} cannot grow: Slurm would refuse its harvest jobs: {refusal}")
 
 
 def _report_failure(new: NewRun, reason: str, unknown: bool) -> None:
     try:
         ask("base_failed", run=new.run, token=new.token, reason=reason, unknown=unknown)
     except FallowError as error:
-        say(f"the head was not told ({error.message}); if the run is still shown: fallow cancel {new.run}")
+        say(f"the head cannot be told ({error.message}); if `fallow status` shows the run: fallow cancel {new.run}")
 
 
 def _become(argv: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
-    """sbatch itself takes over: nothing of ours is left to do."""
+    """Replace this process by sbatch."""
     try:
         os.execvpe(argv[0], argv, {**os.environ, **(variables or {})})  # noqa: S606
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What people see of the demo: who is in, step, loss and each change with its reason meanwhile, and then its report.
+"""Output of the demo: meanwhile members, step, loss and each change with its reason; at the end the report.
 
-The report is the JSON of DESIGN section 6, and a table.
+The report is a table, or the JSON of DESIGN section 6.
 """
 
 import sys
@@ -34,14 +34,14 @@ GLYPHS = {
     NodeOwner.OURS: ("#", "green"),
 }
 QUIET = frozenset(("job", "dismiss", "limit", "checkpoint", "slurm"))
-"""Kinds of events that the story does not need."""
+"""Kinds of events that are not shown."""
 
 HEARTBEAT_S = 10.0
-"""Where nothing can be redrawn, a line of progress is printed so often."""
+"""Seconds between lines of progress if standard error is no terminal."""
 
 
 class LiveView:
-    """Prints on standard error what happens; below it a terminal shows how things stand."""
+    """Prints events on standard error. A terminal also shows the current state, below the events."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr)
@@ -58,7 +58,7 @@ class LiveView:
         self._live.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays."""
         self._console.print(
             f"{time.monotonic() - self._began:6.1f} s  {clean(text)}", markup=False, highlight=False, soft_wrap=True
         )
@@ -78,7 +78,7 @@ def _picture(snapshot: Snapshot) -> Group:
     parts: list[Text | Padding] = []
     for run in snapshot.runs[:1]:
         parts.append(Text(_progress(run), style="bold"))
-        # A bar by itself ends no line.
+        # A ProgressBar does not end its line; Padding does.
         parts.append(Padding(ProgressBar(total=run.total_steps or 100, completed=run.step, width=70), 0))
     nodes = ((node.node, *GLYPHS[node.owner]) for node in snapshot.nodes)
     parts.append(Text(" ").join(Text(f"{name}:{sign}", style=style) for name, sign, style in nodes))
@@ -102,7 +102,7 @@ class SlurmFacts(Struct, frozen=True):
 
 
 class DemoReport(RunReport, frozen=True, kw_only=True):
-    """The run's report, and what only the demo knows."""
+    """The run's report with the figures of the demo."""
 
     slurm: SlurmFacts
     static_digest: str | None
@@ -118,7 +118,7 @@ class DemoReport(RunReport, frozen=True, kw_only=True):
 
     @property
     def shortfalls(self) -> list[str]:
-        """What a reader must know before believing the rest, in words."""
+        """Sentences on what went wrong, which a reader must know before believing the figures."""
         reasons = []
         if self.status is not RunStatus.FINISHED:
             reasons.append(f"the training did not finish: it is {self.status} ({self.message or 'no message'})")

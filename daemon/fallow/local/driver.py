@@ -1,4 +1,4 @@
-"""Runs one training under a private head and makes the scheduled things happen at their steps."""
+"""Run one training under a private head, and carry out each item of a schedule at its step."""
 
 import asyncio
 import contextlib
@@ -31,28 +31,28 @@ from fallow.model import (
 )
 
 LOOK_S = 0.02
-"""How often the driver looks at the run's step."""
+"""Seconds between two looks at the run's step."""
 
 END_S = 20.0
 SETTLE_S = 20.0
-"""An item waits at most this long for the one before it to take effect."""
+"""Most seconds that an item waits for the previous item to take effect."""
 
 
 class Driver:
     """One `fallow local` session over a folder of its own.
 
     Args:
-        folder: private and empty; holds the head's state.
+        folder: private and empty; for the head's state.
         command: the training's argv.
-        members: nodes that it starts with.
-        schedule: what happens then.
+        members: number of nodes at the start.
+        schedule: later changes of the membership, and failures.
         workers_per_node: workers of each member.
         max_members: most members at any time; None: the peak of the schedule.
-        output: takes the main member's output.
-        on_view: called with each look at the run.
-        environ: environment of everything that is started.
-        name: of the run; None: the command's.
-        by_seconds: the command tells no steps, so those of the schedule are seconds since the training began.
+        output: file for the main member's output.
+        on_view: called with each new view of the run.
+        environ: environment of all processes.
+        name: name of the run; None: made from the command.
+        by_seconds: the command reports no steps, so steps of the schedule mean seconds since the training began.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Driver:
         self.members = members
         self.total_nodes = members + sum(item.count for item in schedule if item.action is Action.ADD)
         self.pending_items = list(schedule)
-        "items whose step has not come"
+        "items that have not been carried out"
         self._spec = RunSpec(
             run="",
             name=name or name_of(command),
@@ -90,26 +90,26 @@ class Driver:
         self._head = HeadProcess.private(folder, {**environ, "FALLOW_SLURM__CLIENT": "none"})
         self.paths, self._environ = self._head.paths, self._head.environ
         self._agents: dict[str, asyncio.subprocess.Process] = {}
-        "by the token of their allocation: one on each node"
+        "token of an allocation -> its agent; one on each node"
         self._run = ""
         self._control: ControlClient
         self._by_seconds = by_seconds
         self._began: float | None = None
         self._pids: dict[str, list[int]] = {}
-        "of each member's workers"
+        "member -> process ids of its workers"
         self._killed: set[str] = set()
         self.performed_items: list[tuple[Item, float]] = []
-        "items that were carried out, and when they began (time.monotonic)"
+        "items that were carried out, with the time at which they began (time.monotonic)"
         self._settle_until = 0.0
         self.absent_nodes = 0
-        "nodes that ended or were refused before they could become members"
+        "number of nodes that ended or were refused before they became members"
         self.absence_reason = ""
 
     async def train(self) -> RunReport:
-        """From start to end of the training; everything that was started is gone afterwards.
+        """Train from start to end. Afterwards all processes have ended.
 
         Raises:
-            FallowError: it could not start.
+            FallowError: the training could not start.
         """
         self._control = await self._head.start()
         try:
@@ -123,9 +123,9 @@ class Driver:
             await self._clean_up()
 
     async def _start_agents(self) -> bool:
-        """Start all nodes and wait until none is starting up any more; False if the run has ended by then.
+        """Start all nodes and wait until no node is starting up. Returns False if the run has ended meanwhile.
 
-        Newcomers come after the first members: those who are ready first decide what a member's state looks like.
+        Nodes that join later are started after the first members: the first ready members define the state's layout.
         """
         for count, are_first in ((self.members, True), (self.total_nodes - self.members, False)):
             for _ in range(count):
@@ -154,7 +154,7 @@ class Driver:
         )
 
     def _has_starting_nodes(self, view: RunView) -> bool:
-        """Is any node still on its way? One that has ended is not: its agent has, or its allocation is given up."""
+        """True if a node is starting up. A node with an ended agent or a released allocation does not count."""
         ready = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
         allocated = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
         living = {token for token, agent in self._agents.items() if agent.returncode is None}
@@ -164,11 +164,11 @@ class Driver:
         agents = self._agents.values()
         if agents and all(agent.returncode is not None for agent in agents):
             codes = sorted({str(agent.returncode) for agent in agents})
-            why = "; the schedule has left it no member" if codes == [str(int(Exit.NO_RESTART))] else ""
+            why = "; the schedule has left the run no member" if codes == [str(int(Exit.NO_RESTART))] else ""
             raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on{why}", Exit.SOFTWARE)
 
     async def _follow(self) -> None:
-        """Make each item happen as soon as its step is finished and the item before it has taken effect."""
+        """Carry out each item as soon as its step is finished and the previous item has taken effect."""
         while not (view := await self._look()).status.ended:
             if (
                 self.pending_items
@@ -189,15 +189,15 @@ class Driver:
             await asyncio.sleep(LOOK_S)
 
     def _progress(self, view: RunView) -> float:
-        """The step, or the second, that the training is in; it has begun."""
+        """Finished steps, or seconds since the first call. Call it only once the training has begun."""
         if self._began is None:
             self._began = time.monotonic()
         return time.monotonic() - self._began if self._by_seconds else view.step
 
     def _is_settled(self, view: RunView) -> bool:
-        """No change is under way or about to begin, and members' processes are known, as signals are for those.
+        """True if no change is under way or about to begin, and all workers' process ids are known, for signals.
 
-        Given up after `SETTLE_S`: a stopped member may never settle.
+        Also true after `SETTLE_S`, since a stopped member may never settle.
         """
         calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in view.training)
         full = not _ready(view) or len(view.training) >= view.useful
@@ -208,7 +208,7 @@ class Driver:
         self.performed_items.append((item, time.monotonic()))
         match item.action:
             case Action.ADD:
-                # One killed before it was a member has left its place to whoever comes now.
+                # A node that was killed before it was a member has left its place to the next node.
                 if view.limit < view.max_nodes:
                     await self._call("grow", run=self._run, by=item.count)
             case Action.RELEASE:
@@ -226,11 +226,13 @@ class Driver:
                 await self._control.aclose()
                 self._control = await self._head.start()
             case Action.STORE_KILL:
-                with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # the one before is not back yet
+                with contextlib.suppress(
+                    ProcessLookupError, FileNotFoundError
+                ):  # the store has not been started again yet
                     os.kill(store_pid(self.paths), signal.SIGKILL)
 
     def _signal(self, member: str, number: signal.Signals) -> None:
-        """Send it to all workers of the member."""
+        """Send a signal to all workers of a member."""
         for pid in self._pids.get(member, ()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -244,7 +246,7 @@ class Driver:
         return view
 
     async def _call(self, method: str, type_: Any = Any, **params: Any) -> Any:
-        """One request; a head that ended by itself is started again, as a supervisor would."""
+        """Send one request to the head. A head that has ended is started again, as a supervisor would do."""
         for _ in range(3):
             try:
                 return await self._control.call(method, type_, **params)
@@ -284,7 +286,7 @@ def _ready(view: RunView) -> int:
 
 
 def _member_of(item: Item) -> str:
-    """Of the member that an item is about."""
+    """Name of the member of an item."""
     assert item.member is not None
     return member_name(item.member + 1)
 

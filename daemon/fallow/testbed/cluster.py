@@ -51,7 +51,7 @@ class TestbedStatus(Struct, frozen=True):
     nodes: dict[str, int]
     "number of nodes by state, e.g. {'idle': 7, 'mixed': 1}; empty when slurmctld does not answer"
     jobs: dict[str, int]
-    "number of jobs by state, ended ones left out"
+    "number of jobs by state, without ended jobs"
     up: bool
     "slurmctld answers and no node is down"
 
@@ -65,7 +65,7 @@ class Testbed:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    # -- making and finding -------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------
 
     @classmethod
     def up(cls, folder: Path | None = None, **options: Any) -> Self:
@@ -102,15 +102,15 @@ class Testbed:
             layout = registry.read_layout(folder.absolute())
             if layout is None:
                 raise FallowError(
-                    f"{folder}: no testbed here; `fallow testbed status` lists those there are", Exit.NOINPUT
+                    f"{folder}: no testbed here; `fallow testbed status` lists the testbeds", Exit.NOINPUT
                 )
             return cls(layout)
         testbeds = cls.all()
         if not testbeds:
-            raise FallowError("testbed: there is none; start one with `fallow testbed up`", Exit.NOINPUT)
+            raise FallowError("there is no testbed; start one with `fallow testbed up`", Exit.NOINPUT)
         if len(testbeds) > 1:
             names = ", ".join(str(testbed.folder) for testbed in testbeds)
-            raise FallowError(f"testbed: there are several ({names}); name the folder", Exit.USAGE)
+            raise FallowError(f"there are several testbeds ({names}); name the folder", Exit.USAGE)
         return testbeds[0]
 
     @classmethod
@@ -118,7 +118,7 @@ class Testbed:
         """All testbeds of this user on this host, oldest first."""
         return [cls(layout) for layout in registry.layouts()]
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
@@ -170,7 +170,7 @@ class Testbed:
         wait_until(lambda: self.status().up, UP_DEADLINE_S)
 
     def status(self) -> TestbedStatus:
-        """What runs now. Never fails because Slurm does not answer: then `up` is false."""
+        """Numbers of nodes and jobs now. If Slurm does not answer, `up` is false, and nothing is raised."""
         nodes, jobs = Counter[str](), Counter[str]()
         try:
             nodes.update(self._node_states())
@@ -188,12 +188,12 @@ class Testbed:
             up=not bad and bool(nodes),
         )
 
-    # -- ending -------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def down(self) -> None:
         """End all jobs and daemons and remove the folder. Leaves no process and no file; may be repeated.
 
-        All are killed: the state is thrown away, so nobody needs time to end in order.
+        Kills all processes: their state is thrown away, so they need no time to end in order.
         """
         if registry.read_layout(self.folder) is None:
             registry.forget(self.folder)
@@ -202,8 +202,8 @@ class Testbed:
         shutil.rmtree(self.folder, ignore_errors=True)
         if not ended or self.folder.exists():
             raise FallowError(
-                f"testbed {self.folder}: processes {sorted(self.processes())} or files are left; "
-                "end them by hand and repeat",
+                f"testbed {self.folder}: processes {sorted(self.processes())} or files remain; "
+                "remove them by hand and repeat",
                 Exit.OSERR,
             )
         registry.forget(self.folder)

@@ -62,7 +62,7 @@ def test_a_folder_that_is_gone_is_named_as_what_is_wrong(
     done = fallow("local", "--members", "1", "--report", "r.json", "--", "true")
     assert (done.code, done.err) == (
         Exit.NOINPUT,
-        "fallow: the folder that you are in is gone; cd to one that exists\n",
+        "fallow: the current folder has been removed; cd to one that exists\n",
     )
 
 

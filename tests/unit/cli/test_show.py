@@ -127,8 +127,8 @@ def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None
         "accuracy 0.9877 lr 1e-05 norm -",
         "r1.0 base running 77 gpu n1 01:01:01",
         "1 0.5 measured",
-        "4 1.75 foretold",
-        "harvested nodes, with those asked for: 3",
+        "4 1.75 predicted",
+        "harvested nodes, requested ones included: 3",
     ):
         assert line.split() in shown
     assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
@@ -205,7 +205,7 @@ def test_usage_for_people(asked: list[dict[str, Any]], fallow: Fallow) -> None:
         "node-hours by run, since 2026-01-02 (UTC)",
         "train-1 10.000 4.000 5.500 0.500 (5%) 40.000 12 1 20.00 20.000 14.500",
         "pruned runs 10.000 4.000 5.500 0.500 (5%) 40.000 12 1 20.00 20.000 14.500",
-        "others' jobs that waited because a node was still ours: 2, p95 3.2 s, longest 4.0 s",
+        "other users' jobs that waited for a node to be returned: 2, p95 3.2 s, longest 4.0 s",
         "account lab GrpJobs 40 11",
         "fair share of account lab: 0.25 of the machine, used 0.4; factor 0.33 of 1",
         "job 4711 waits with priority 1063 (age 13)",

@@ -228,7 +228,7 @@ def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     done = fallow("submit", "--dry-run", "--json", "job.sh")
     assert (done.code, done.json["start"]["refused"]) == (1, True)
     done = fallow("submit", "--dry-run", "job.sh")
-    assert (done.code, "to be expected" in done.out, "asked for as soon" in done.out) == (1, False, False)
+    assert (done.code, "expected nodes" in done.out, "requests once" in done.out) == (1, False, False)
     done = fallow("submit", "--dry-run", "--json", "gone.sh")
     assert done.json["error"]["code"] == done.code == Exit.NOINPUT
     assert fallow("submit", "--json", "job.sh").code == Exit.USAGE

@@ -1,4 +1,4 @@
-"""The two screens: all nodes and runs with who was where when; and one run with its members. Both with the events."""
+"""The two screens: all nodes and runs with a timeline, and one run with its members. Both show the events."""
 
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from fallow_tui.widgets.nodes import NodeMap
 from fallow_tui.widgets.runs import Column, RowTable, RunsTable
 from fallow_tui.widgets.timeline import ChangeList, Timeline
 
-LABELS = ("RANK", "MEMBER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "GOES IN", "SEEN")
+LABELS = ("RANK", "MEMBER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "ENDS IN", "SEEN")
 COLUMNS = [Column(label) for label in LABELS]
 
 
@@ -146,7 +146,7 @@ class RunScreen(OperatorScreen):
 
 
 def member_row(member: MemberView, since: float) -> list[Text]:
-    """Cells under `COLUMNS` of a member as it was `since` seconds ago."""
+    """Cells of a member for `COLUMNS`. `since` is the age of its data in seconds."""
     remaining_s = None if member.ends_in_s is None else member.ends_in_s - since
     return [
         Text("-" if member.rank is None else str(member.rank)),

@@ -17,7 +17,7 @@ from fallow_tui.view import KEEP_EVENTS, View
 
 
 class _Lines(RichLog):
-    """Stays at its end where it was there; who has gone up to read is left alone."""
+    """Lines of the log. Follows new lines only while it is scrolled to its end."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "Down", show=False, id="events.down"),
@@ -53,7 +53,7 @@ class EventLog(Vertical):
         self._run = run
         self._view = View()
         self._last_seq = -1
-        "sequence number of the last event looked at"
+        "sequence number of the last event that was added"
 
     def compose(self) -> ComposeResult:
         yield _Lines()
@@ -63,10 +63,10 @@ class EventLog(Vertical):
         self.query_one(Input).display = False
 
     def show(self, view: View) -> None:
-        """Adds what is new in the view."""
+        """Add the new events of the view."""
         self._view = view
         if view.events and view.events[-1].seq < self._last_seq:
-            # The numbers went back: another state folder, so what is on the screen is of another story.
+            # The numbers went back, so the shown events are those of another state folder.
             self._rewrite()
         for event in view.events:
             if event.seq > self._last_seq:
@@ -77,13 +77,13 @@ class EventLog(Vertical):
         self.query_one(_Lines).focus()
 
     def start_filter(self) -> None:
-        """Opens the filter."""
+        """Open the filter."""
         box = self.query_one(Input)
         box.display = True
         box.focus()
 
     def clear_filter(self) -> bool:
-        """Closes the filter; False when there was none."""
+        """Close the filter. Returns False if no filter was open."""
         box = self.query_one(Input)
         if not box.display:
             return False

@@ -15,12 +15,12 @@ from fallow_tui.text import duration, fit
 from fallow_tui.view import View
 
 LABEL_ROWS = 3
-"""Tiles carry names as long as they fit into this many rows."""
+"""Most rows of tiles with names; more tiles have no names."""
 ROW_LABEL = 12
 
 
 class NodeMap(Widget, can_focus=True):
-    """Tiles of all nodes; the cursor's node is described in the last line."""
+    """Tiles of all nodes. The last line describes the node under the cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "move(-1, 0)", "Left", show=False, id="node.left"),
@@ -44,7 +44,7 @@ class NodeMap(Widget, can_focus=True):
         return self._names[self._cursor] if self._names else None
 
     def show(self, view: View, now: float) -> None:
-        """Draws what is in the view."""
+        """Draw the view."""
         self._view, self._now = view, now
         names = sorted(view.cells)
         resized = len(names) != len(self._names)
@@ -54,7 +54,7 @@ class NodeMap(Widget, can_focus=True):
         self.refresh(layout=resized)
 
     def action_move(self, columns: int, rows: int) -> None:
-        """Moves the cursor; it stays within the map."""
+        """Move the cursor within the map."""
         goal = self._cursor + columns + rows * self._per_row(self.size.width)
         if 0 <= goal < len(self._names):
             self._cursor = goal
@@ -90,7 +90,7 @@ class NodeMap(Widget, can_focus=True):
     def _describe(self, text: Text) -> None:
         name = self.selected
         if name is None:
-            # What to do comes after the semicolon; on a line of its own it is not cut off.
+            # The text after the semicolon says what to do; on a line of its own it is not cut.
             text.append(self._view.away_reason.replace("; ", "\n", 1) or "no nodes known yet", MUTED)
             return
         cell = self._view.cells[name]
@@ -101,15 +101,15 @@ class NodeMap(Widget, can_focus=True):
         if cell.run is not None:
             text.append("  ")
             text.append_text(run_badge(self._view, cell.run))
-            text.append(f" {cell.run} {cell.kind or ''} {cell.phase or 'coming'}")
+            text.append(f" {cell.run} {cell.kind or ''} {cell.phase or 'starting'}")
             if node is not None and node.ends_in_s is not None:
                 remaining_s = node.ends_in_s - (self._now - self._view.received)
-                text.append(f"  goes in {duration(remaining_s)}")
+                text.append(f"  ends in {duration(remaining_s)}")
         else:
             text.append(f"  {cell.owner}")
             if node is not None and node.unused:
                 text.append(f"  {node.unused}")
-        # Last, for it is the first to be cut off where the screen is narrow.
+        # Last, because a narrow screen cuts the end of the line.
         if node is not None:
             text.append(f"  {','.join(node.partitions)}", MUTED)
             text.append(f"  {node.gpus} GPUs" if node.gpus else "", MUTED)
@@ -142,10 +142,10 @@ class NodeMap(Widget, can_focus=True):
 
 
 def short_names(names: list[str]) -> list[str]:
-    """The names without what they all begin with, up to their digits: `gpu001` of `gpu001 gpu002` is `001`."""
+    """Names without their common prefix, which ends before digits: `gpu001` and `gpu002` become `001` and `002`."""
     if len(names) < 2:
         return names
-    # What the first and the last in order share, all share.
+    # A prefix of the first and of the last name in order is a prefix of all names.
     pairs = enumerate(zip(min(names), max(names), strict=False))
     end = next((index for index, (one, other) in pairs if one != other), len(min(names)))
     end = len(min(names)[:end].rstrip("0123456789"))

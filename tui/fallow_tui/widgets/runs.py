@@ -1,4 +1,4 @@
-"""The table of runs, and of any rows that are drawn again and again: the cursor stays on its row."""
+"""The table of runs, and a table whose cursor stays on its row when the table is drawn again."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -15,7 +15,7 @@ from fallow_tui.text import count, duration, figure, fit, sparkline
 from fallow_tui.view import View
 
 SOON_S = 60.0
-"""A release within this time is marked."""
+"""Seconds before a release from which on it is highlighted."""
 
 
 class Column(NamedTuple):
@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
     label: str
     width: int | None = None
-    "cells; None: as wide as what is in it"
+    "width in cells; None: that of the content"
 
 
 class RowTable(DataTable[Text]):
@@ -47,7 +47,7 @@ class RowTable(DataTable[Text]):
         return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
 
     def fill(self, columns: Sequence[Column], rows: Mapping[str, Sequence[Text]]) -> None:
-        """Draw these rows, by their keys."""
+        """Draw the rows. `rows`: key -> cells."""
         if columns != self._columns_drawn or [row.value for row in self.rows] != list(rows):
             selected, self._columns_drawn = self.selected, columns
             self.clear(columns=True)
@@ -77,7 +77,7 @@ class RunsTable(RowTable):
         self._now = 0.0
 
     def show(self, view: View, now: float) -> None:
-        """Draws what is in the view."""
+        """Draw the view."""
         self._view, self._now = view, now
         runs = live_first(view.snapshot.runs if view.snapshot is not None else [])
         width = self.app.size.width
@@ -88,7 +88,7 @@ class RunsTable(RowTable):
 
     @staticmethod
     def _columns(width: int) -> list[Column]:
-        """What is left over goes to the name and to what is going on."""
+        """Columns of the table. The remaining width goes to the name and to the current change."""
         wide = width >= 100
         fixed = [
             Column("", 1),
@@ -135,12 +135,12 @@ class RunsTable(RowTable):
 
 
 def live_first(runs: list[RunView]) -> list[RunView]:
-    """Runs that go on, in the order in which they came, then those that have ended, the newest first."""
+    """Active runs, oldest first, then ended runs, newest first."""
     return [run for run in runs if not run.status.ended] + [run for run in reversed(runs) if run.status.ended]
 
 
 def first_fit(width: int, *texts: str) -> str:
-    """The first of these that fits: a number that is cut reads as another one."""
+    """The first text that fits into `width`. A number must not be cut, because it would read as another number."""
     return next((text for text in texts if len(text) <= width), texts[-1])
 
 

@@ -1,4 +1,4 @@
-"""The membership timeline: a row per node, time from left to right, and why the last changes happened."""
+"""The membership timeline: a row per node, time from left to right; and the last changes with their reasons."""
 
 from itertools import groupby
 from typing import ClassVar
@@ -21,7 +21,7 @@ MARK_EVERY = 15
 
 
 class Timeline(Widget, can_focus=True):
-    """Who held which node when; only nodes that were ours in the time shown."""
+    """Users of the nodes over time. Shows only nodes that were ours in that time."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll(-1)", "Up", show=False, id="timeline.up"),
@@ -39,18 +39,18 @@ class Timeline(Widget, can_focus=True):
         self._top = 0
 
     def show(self, view: View, now: float) -> None:
-        """Draws what is in the view."""
+        """Draw the view."""
         self._view, self._stale = view, view.freshness(now) is Freshness.STALE
         self.border_title = f"3 Membership  {duration(ZOOM_S[self._zoom])} a column"
         self.refresh()
 
     def action_scroll(self, rows: int) -> None:
-        """Scrolls by nodes."""
+        """Scroll by rows."""
         self._top = max(0, self._top + rows)
         self.refresh()
 
     def action_zoom(self, steps: int) -> None:
-        """Changes how much time a column stands for."""
+        """Change the time of a column."""
         self._zoom = min(len(ZOOM_S) - 1, max(0, self._zoom + steps))
         self.border_title = f"3 Membership  {duration(ZOOM_S[self._zoom])} a column"
         self.refresh()
@@ -78,7 +78,7 @@ class Timeline(Widget, can_focus=True):
 
     @staticmethod
     def _axis(label: int, columns: int, column_s: float, below: int) -> Text:
-        """Marks at equal distances from the right edge, which is now."""
+        """The time axis: marks at equal distances from the right edge, which is now."""
         line = [" "] * columns
         for columns_ago in range(0, columns, MARK_EVERY):
             mark = f"-{duration(columns_ago * column_s)}┤" if columns_ago else "now┤"
@@ -96,7 +96,7 @@ class ChangeList(Static):
         self.border_title = "Last changes"
 
     def show(self, view: View) -> None:
-        """Draws what is in the view."""
+        """Draw the view."""
         changes = view.changes(max(1, self.size.height))
         if not changes:
             self.update(Text("none yet", MUTED))
