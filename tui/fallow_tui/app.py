@@ -75,7 +75,7 @@ class TopApp(App[None]):
         self._monotonic = monotonic
         self._wall = wall
         self._retry_s = retry_s
-        self._drawing = False
+        self._is_drawing = False
 
     @property
     def mode(self) -> str:
@@ -90,7 +90,7 @@ class TopApp(App[None]):
 
     def draw(self) -> None:
         """Draw the view on all open screens."""
-        self._drawing = False
+        self._is_drawing = False
         for screen in self.screen_stack:
             # A screen is mounted before its parts exist; it is drawn the next time.
             if isinstance(screen, OperatorScreen) and screen.is_mounted and screen.query(HeaderBar):
@@ -98,8 +98,8 @@ class TopApp(App[None]):
 
     def _draw_soon(self) -> None:
         # A burst of events is drawn once.
-        if not self._drawing:
-            self._drawing = True
+        if not self._is_drawing:
+            self._is_drawing = True
             self.call_next(self.draw)
 
     async def _follow(self) -> None:

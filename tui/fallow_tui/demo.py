@@ -50,10 +50,10 @@ class _Node:
 class _Run:
     run: str
     name: str
-    base: int
-    most: int
-    total: int
-    rate: float
+    base_nodes: int
+    max_nodes: int
+    total_steps: int
+    samples_per_s: float
     step: float
     generation: int = 0
     nodes: list[_Node] = field(default_factory=list)
@@ -75,22 +75,22 @@ class DemoCluster:
             _Run("gnn-ogb", "gnn-ogb", 1, 4, 96_000, 2400.0, 3_180.0),
         ]
         self._nodes = [_Node(f"gpu{number:03}") for number in range(1, nodes + 1)]
-        base = [run for run in self._runs for _ in range(run.base)]
+        base_runs = [run for run in self._runs for _ in range(run.base_nodes)]
         # The last node stays down.
-        self._lives = [self._life(node, run) for node, run in zip_longest(self._nodes[:-1], base)]
-        self._next = [start + next(life) for life in self._lives]
+        self._lifetimes = [self._lifetime(node, run) for node, run in zip_longest(self._nodes[:-1], base_runs)]
+        self._next_change_at = [start + next(life) for life in self._lifetimes]
         "times at which the nodes' states change next"
 
     def advance(self) -> list[EventRecord]:
         """Move the time by one second; return its events."""
         self.at += 1.0
         self._events = []
-        for number, life in enumerate(self._lives):
-            if self.at >= self._next[number]:
-                self._next[number] = self.at + next(life)
+        for number, life in enumerate(self._lifetimes):
+            if self.at >= self._next_change_at[number]:
+                self._next_change_at[number] = self.at + next(life)
         for run in self._runs:
             members = [node for node in run.nodes if node.phase is MemberPhase.MEMBER]
-            run.step = min(run.total, run.step + 0.6 * len(members) ** 0.9)
+            run.step = min(run.total_steps, run.step + 0.6 * len(members) ** 0.9)
         return self._events
 
     def snapshot(self) -> Snapshot:
@@ -126,9 +126,9 @@ class DemoCluster:
         ]
         return Snapshot(at=self.at, head=head, nodes=nodes, runs=runs, last_event=self._seq)
 
-    def _life(self, node: _Node, run: _Run | None) -> Iterator[float]:
+    def _lifetime(self, node: _Node, run: _Run | None) -> Iterator[float]:
         """States of a node, one after the other. Yields how many seconds each lasts."""
-        lasts_s, dice = self._random.uniform, self._random.random
+        lasts_s, chance = self._random.uniform, self._random.random
         if run is not None:
             yield from self._serve(node, run, AllocationKind.BASE, 5400.0)
         while True:
@@ -138,11 +138,11 @@ class DemoCluster:
             yield lasts_s(30, 240)
             node.owner = NodeOwner.IDLE
             yield lasts_s(2, 9)
-            while dice() < 0.7 and (wanting := [run for run in self._runs if len(run.nodes) < run.most]):
-                run, hole_s = min(wanting, key=lambda run: len(run.nodes) / run.most), lasts_s(25, 160)
-                self._tell(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole_s:.0f} s")
+            while chance() < 0.7 and (candidates := [run for run in self._runs if len(run.nodes) < run.max_nodes]):
+                run, hole_s = min(candidates, key=lambda run: len(run.nodes) / run.max_nodes), lasts_s(25, 160)
+                self._add_event(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole_s:.0f} s")
                 yield from self._serve(node, run, AllocationKind.HARVEST, hole_s)
-                if dice() < 0.7:
+                if chance() < 0.7:
                     break
                 node.owner = NodeOwner.IDLE
                 yield lasts_s(4, 12)
@@ -158,21 +158,21 @@ class DemoCluster:
         run.generation += 1
         pause_s = self._random.uniform(0.09, 0.22)
         how = f"joined at step {int(run.step)} after {pause_s:.2f} s of pause"
-        self._tell(run, "start" if run.generation == 1 else "absorb", f"+{node.name} {how}")
+        self._add_event(run, "start" if run.generation == 1 else "absorb", f"+{node.name} {how}")
         is_lost = self._random.random() < 0.04
         yield (seconds - START_S) * (self._random.random() if is_lost else 1.0)
         if is_lost:
-            self._tell(run, "eject", f"-{node.name} stopped answering; one step was done again")
+            self._add_event(run, "eject", f"-{node.name} stopped answering; one step was done again")
         else:
             why = f"job {self._random.randint(71_000, 72_000)} of another user needs it"
-            self._tell(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}")
+            self._add_event(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}")
             node.phase = MemberPhase.LEAVING
             yield LEAVE_S
         run.nodes.remove(node)
         run.generation += 1
         node.run = None
 
-    def _tell(self, run: _Run, kind: str, text: str) -> None:
+    def _add_event(self, run: _Run, kind: str, text: str) -> None:
         self._seq += 1
         self._events.append(EventRecord(seq=self._seq, at=self.at, run=run.run, kind=kind, text=text))
 
@@ -194,20 +194,20 @@ class DemoCluster:
             for number, node in enumerate(run.nodes)
         ]
         size = sum(member.phase is MemberPhase.MEMBER for member in members)
-        moving = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
+        changing_nodes = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
         return RunView(
             run=run.run,
             name=run.name,
             status=RunStatus.TRAINING if size else RunStatus.WAITING,
-            min_nodes=run.base,
-            max_nodes=run.most,
-            limit=run.most,
+            min_nodes=run.base_nodes,
+            max_nodes=run.max_nodes,
+            limit=run.max_nodes,
             generation=run.generation,
             step=int(run.step),
-            total_steps=run.total,
+            total_steps=run.total_steps,
             epoch=int(run.step) // 1000,
             loss=6.0 / (1.0 + run.step / 900) + 0.9,
-            samples_per_s=run.rate * size**0.97 * self._random.uniform(0.98, 1.02),
+            samples_per_s=run.samples_per_s * size**0.97 * self._random.uniform(0.98, 1.02),
             members=members,
             allocations=[
                 AllocationView(
@@ -221,7 +221,7 @@ class DemoCluster:
                 )
                 for node in run.nodes
             ],
-            change=f"waiting for {', '.join(moving)}" if moving else None,
+            change=f"waiting for {', '.join(changing_nodes)}" if changing_nodes else None,
             created_at=self._started,
         )
 

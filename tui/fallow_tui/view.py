@@ -87,7 +87,7 @@ class View:
             self.away_since = at
             if self.snapshot is not None:
                 for row in self.cells:
-                    self._note(row, self.snapshot.at, NO_DATA)
+                    self._add_mark(row, self.snapshot.at, NO_DATA)
         self.away_reason = reason
 
     # -- queries ------------------------------------------------------------------------------------------------
@@ -173,9 +173,9 @@ class View:
         self.snapshot, self.received = snapshot, now
         cells = _cells(snapshot)
         for row in self.cells.keys() - cells.keys():
-            self._note(row, snapshot.at, NO_DATA)
+            self._add_mark(row, snapshot.at, NO_DATA)
         for row, cell in cells.items():
-            self._note(row, snapshot.at, cell)
+            self._add_mark(row, snapshot.at, cell)
         self.cells = cells
         # Runs that have not ended come first: there are 26 letters, and fewer colours.
         runs = sorted(snapshot.runs, key=lambda run: run.status.ended)
@@ -188,7 +188,7 @@ class View:
             if run is not None:
                 self._numbers.setdefault(run, len(self._numbers))
 
-    def _note(self, row: str, at: float, cell: Cell) -> None:
+    def _add_mark(self, row: str, at: float, cell: Cell) -> None:
         marks = self.history.setdefault(row, [])
         if marks and marks[-1][1] == cell:
             return
@@ -210,12 +210,12 @@ class View:
 
 def _sample(marks: list[tuple[float, Cell]], ends: list[float]) -> Iterator[Cell]:
     """State of a row at the end of each column."""
-    position, current = 0, NO_DATA
+    position, cell = 0, NO_DATA
     for end in ends:
         while position < len(marks) and marks[position][0] < end:
-            current = marks[position][1]
+            cell = marks[position][1]
             position += 1
-        yield current
+        yield cell
 
 
 def _cells(snapshot: Snapshot) -> dict[str, Cell]:

@@ -174,18 +174,18 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(Text(clean(column)), no_wrap=not terminal or number == 0, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    with console.capture() as captured:
+    with console.capture() as capture:
         console.print(table)
     # Rich pads the last column, too; remove these blanks.
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
 
 
 def _show_paragraphs(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
     """Print the first cell of each row, and below it the other cells with their column names."""
     for first, *cells in rows:
         # A no-break space between a name and its cell keeps both on one line.
-        named = "  ".join(f"{name}\xa0{cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell)
-        lines = textwrap.wrap(named, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        text = "  ".join(f"{name}\xa0{cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell)
+        lines = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         sys.stdout.write("\n".join([f"{columns[0]} {first}", *lines]).replace("\xa0", " ") + "\n")
 
 

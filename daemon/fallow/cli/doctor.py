@@ -63,11 +63,11 @@ def show(results: Iterable[Check]) -> None:
 def examine() -> list[Check]:
     """Make all checks, in the order in which they depend on each other."""
     results = [guarded("configuration", _configuration), guarded("host name", _host_name)]
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
-    results.append(checks.slurm_commands(missing))
+    missing_commands = [name for name in COMMANDS if shutil.which(name) is None]
+    results.append(checks.slurm_commands(missing_commands))
     cluster: ClusterState | None = None
     controllers: list[str] = []
-    if not missing:
+    if not missing_commands:
         slurm, cluster, controllers = _slurm()
         results.extend(slurm)
     results.append(guarded("state folder", lambda: _state_folder(cluster)))
@@ -213,15 +213,15 @@ def _head(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
 
 
 def _state(head: HeadView) -> Check:
-    text, above = f"running (pid {head.pid})", "see the checks above"
+    text, remedy = f"running (pid {head.pid})", "see the checks above"
     if head.slurm_error:
-        return Check("head", Level.WARN, f"{text}, but: {head.slurm_error}", above)
+        return Check("head", Level.WARN, f"{text}, but: {head.slurm_error}", remedy)
     if head.store_problem:
         return Check("head", Level.FAIL, f"{text}, waits: {head.store_problem}", "see the reason")
     if head.stopped:
         return Check("head", Level.WARN, f"{text}, harvests nothing: {head.stopped}", "ask the site")
     if head.not_harvested:
-        return Check("head", Level.WARN, f"{text}, but {'; '.join(not_harvested(head))}", above)
+        return Check("head", Level.WARN, f"{text}, but {'; '.join(not_harvested(head))}", remedy)
     if head.internal_errors:
         fix = "see the head's log (journalctl --user -u fallow)"
         return Check("head", Level.WARN, f"{text}, but {internal_errors(head.internal_errors)}", fix)

@@ -44,18 +44,18 @@ _ESCAPE_FACTOR = 10
     help="Show the last N events.",
     metavar="N",
 )
-@click.option("--follow", "-f", "following", is_flag=True, help="Show new events, too, until interrupted.")
+@click.option("--follow", "-f", "follow", is_flag=True, help="Show new events, too, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
-def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
+def events(run: str | None, since: int, limit: int, follow: bool, as_json: bool) -> None:
     """Show the events of all runs, or of one RUN."""
     newest = 0
-    if following and run is not None:
+    if follow and run is not None:
         snapshot = ask("status", Snapshot, run=run)
         run, newest = snapshot.runs[0].run, snapshot.last_event
     records = ask("events", list[EventRecord], run=run, since=since, limit=limit)
-    if not following:
+    if not follow:
         tell(records, as_json, _show_events)
-    while following:
+    while follow:
         _show_events([event for event in records if run in (None, event.run)], as_json)
         since = max([since, newest, *(event.seq for event in records)])
         time.sleep(WATCH_S)
@@ -63,28 +63,28 @@ def events(run: str | None, since: int, limit: int, following: bool, as_json: bo
         records = _ask_patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
 
 
-def _ask_patiently(request: Callable[[], T], until: float = math.inf) -> T:
+def _ask_patiently(request: Callable[[], T], end_at: float = math.inf) -> T:
     """Repeat a request until the head answers, so that a restart of the head does no harm.
 
     Raises:
-        FallowError: the head refuses, or cannot be reached for `_ABSENCE_S`, or at `until` (time.monotonic()).
+        FallowError: the head refuses, or cannot be reached for `_ABSENCE_S`, or at `end_at` (time.monotonic()).
     """
-    deadline = time.monotonic() + _ABSENCE_S
+    absence_end_at = time.monotonic() + _ABSENCE_S
     while True:
         try:
             return request()
         except FallowError as error:
-            if error.code not in _ABSENCE_CODES or time.monotonic() > deadline:
+            if error.code not in _ABSENCE_CODES or time.monotonic() > absence_end_at:
                 raise
-            if time.monotonic() > until:
+            if time.monotonic() > end_at:
                 raise FallowError(f"the head cannot be reached; {_NOT_ENDED}", Exit.TEMPFAIL) from error
         time.sleep(WATCH_S)
 
 
 def _show_events(records: list[EventRecord], as_json: bool = False) -> None:
     for event in records:
-        where, kind, text = clean(event.run or "-"), clean(event.kind), clean(event.text)
-        line = f"{event.seq:>6}  {moment(event.at)}  {where:<20}  {kind:<10}  {text}"
+        run, kind, text = clean(event.run or "-"), clean(event.kind), clean(event.text)
+        line = f"{event.seq:>6}  {moment(event.at)}  {run:<20}  {kind:<10}  {text}"
         sys.stdout.write((json_text(event, indent=-1) if as_json else line) + "\n")
     sys.stdout.flush()
 
@@ -100,14 +100,14 @@ def wait(run: str, timeout_s: float | None, as_json: bool) -> int:
 
     Exit code: 0 if the run is finished, 70 if it failed, 93 if it was cancelled.
     """
-    until = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    end_at = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
     view = _run_view(run)
     while not view.status.ended:
-        if time.monotonic() > until:
+        if time.monotonic() > end_at:
             text = f"run {view.run} is {view.status} at step {view.step}: {_NOT_ENDED}"
             raise FallowError(text, Exit.TEMPFAIL)
         time.sleep(WATCH_S)
-        view = _ask_patiently(partial(_run_view, view.run), until)
+        view = _ask_patiently(partial(_run_view, view.run), end_at)
     tell(_ask_patiently(partial(ask, "report", RunReport, run=view.run)), as_json, show_report)
     codes = {RunStatus.FINISHED: Exit.OK, RunStatus.FAILED: Exit.SOFTWARE}
     return codes.get(view.status, Exit.NO_RESTART)
@@ -120,11 +120,11 @@ def _run_view(run: str) -> RunView:
 @click.command(short_help="What a run's members print.")
 @click.argument("run")
 @click.option("--member", help="A member, or one of its workers: n3, n3.1. Default: the main member.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Show new output, too, until the run has ended.")
-def logs(run: str, member: str | None, following: bool) -> None:
+@click.option("--follow", "-f", "follow", is_flag=True, help="Show new output, too, until the run has ended.")
+def logs(run: str, member: str | None, follow: bool) -> None:
     """Print the standard output and error of a member of RUN."""
     view = _run_view(run)
-    path = _log(Paths.default().run(view.run).logs, view, member)
+    path = _log_path(Paths.default().run(view.run).logs, view, member)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(log: BinaryIO) -> None:
@@ -136,15 +136,15 @@ def logs(run: str, member: str | None, following: bool) -> None:
     with contextlib.ExitStack() as files:
         log = files.enter_context(path.open("rb"))
         with contextlib.suppress(FileNotFoundError):
-            older = files.enter_context(path.with_name(f"{path.name}.1").open("rb"))
+            full_log = files.enter_context(path.with_name(f"{path.name}.1").open("rb"))
             # An agent may have renamed the log since it was opened: then this is the same file.
-            if not os.path.sameopenfile(older.fileno(), log.fileno()):
-                show(older)
+            if not os.path.sameopenfile(full_log.fileno(), log.fileno()):
+                show(full_log)
         while True:
-            has_ended = not following or _ask_patiently(partial(_run_view, view.run)).status.ended
-            is_full = _has_been_replaced(log, path)
+            has_ended = not follow or _ask_patiently(partial(_run_view, view.run)).status.ended
+            is_replaced = _has_been_replaced(log, path)
             show(log)
-            if is_full:
+            if is_replaced:
                 log = files.enter_context(path.open("rb"))
             elif has_ended:
                 return
@@ -160,7 +160,7 @@ def _has_been_replaced(log: BinaryIO, path: Path) -> bool:
         return False  # the new log does not exist yet
 
 
-def _log(folder: Path, view: RunView, member: str | None) -> Path:
+def _log_path(folder: Path, view: RunView, member: str | None) -> Path:
     members_with_log = sorted(path.stem for path in folder.glob("n*.log"))
     if member is None:
         main = next((one.member for one in view.members if one.rank == 0), "") or _last_main(view.run)

@@ -100,8 +100,8 @@ def show_runs(snapshot: Snapshot) -> None:
     head = snapshot.head
     slurm = f"Slurm {head.slurm_version} ({head.cluster})" if head.slurm_version else "no Slurm seen yet"
     poll = "never" if head.poll_age_s is None else f"{head.poll_age_s:.0f} s ago"
-    who = f"head {head.version} on {head.host}, pid {head.pid}, up {duration(head.uptime_s)}"
-    for line in (f"{who}; {slurm}; polled {poll}", *_problems(head)):
+    head_line = f"head {head.version} on {head.host}, pid {head.pid}, up {duration(head.uptime_s)}"
+    for line in (f"{head_line}; {slurm}; polled {poll}", *_problems(head)):
         click.echo(clean(line))
     if not snapshot.runs:
         click.echo("no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT")
@@ -133,17 +133,17 @@ def _problems(head: HeadView) -> list[str]:
 def internal_errors(errors: Sequence[InternalError]) -> str:
     """Number of unexpected errors of the head, and the newest of them, in one line."""
     newest = max(errors, key=lambda error: error.last_at)
-    of = f", run {newest.run}" if newest.run else ""
+    run_note = f", run {newest.run}" if newest.run else ""
     return (
         f"{counted(sum(error.count for error in errors), 'internal error')} of the head, the newest in {newest.source} "
-        f"({newest.line}{of}): {newest.error}; the head's log has the traceback, please report it"
+        f"({newest.line}{run_note}): {newest.error}; the head's log has the traceback, please report it"
     )
 
 
 def not_harvested(head: HeadView) -> list[str]:
     """Partitions that the head may not harvest, and why, a line each."""
-    stopped = [f"nothing is harvested: {head.stopped}"] if head.stopped else []
-    return stopped + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
+    reasons = [f"nothing is harvested: {head.stopped}"] if head.stopped else []
+    return reasons + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
 
 
 def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:

@@ -14,8 +14,8 @@ from fallow.text import clean
 if TYPE_CHECKING:
     from fallow.sim.traces.recorded import Window
 
-_number = Finite(min=0)
-_above = Finite(min=0, min_open=True)
+_not_negative = Finite(min=0)
+_positive = Finite(min=0, min_open=True)
 
 _HELP = f"""What Fallow would have made of a recorded cluster's idle nodes: the head's own planner in virtual time.
 
@@ -72,7 +72,11 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
     help="Seconds that a change costs under the policy restart.",
 )
 @click.option(
-    "--start-up", "start_up_s", type=_number, metavar="S", help="Seconds from a job's start until its node can join."
+    "--start-up",
+    "start_up_s",
+    type=_not_negative,
+    metavar="S",
+    help="Seconds from a job's start until its node can join.",
 )
 @click.option(
     "--plans",
@@ -107,9 +111,15 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
     help="Seconds between polls.",
 )
 @click.option(
-    "--begin", "begin_day", type=_number, default=0.0, show_default=True, metavar="DAY", help="First day of the trace."
+    "--begin",
+    "begin_day",
+    type=_not_negative,
+    default=0.0,
+    show_default=True,
+    metavar="DAY",
+    help="First day of the trace.",
 )
-@click.option("--days", type=_above, metavar="N", help="Number of days. Default: all; summit: 2 of 14.")
+@click.option("--days", type=_positive, metavar="N", help="Number of days. Default: all; summit: 2 of 14.")
 @click.option("--site", metavar="FOLDER", help="The cluster's nodes, partitions and configuration.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
@@ -133,8 +143,8 @@ def _refuse_site_options() -> None:
     """Refuse options for values that --site has."""
     context = click.get_current_context()
     for each in context.command.params:
-        by_hand = context.get_parameter_source(each.name or "") is click.core.ParameterSource.COMMANDLINE
-        if by_hand and each.name in ("profile", "bf_interval_s"):
+        is_typed = context.get_parameter_source(each.name or "") is click.core.ParameterSource.COMMANDLINE
+        if is_typed and each.name in ("profile", "bf_interval_s"):
             raise FallowError(f"{each.opts[0]} comes from --site; leave {each.opts[0]} out", Exit.USAGE)
 
 

@@ -68,7 +68,7 @@ def submit(argv: tuple[str, ...]) -> int:
         click.echo(_HELP, nl=False)
         return Exit.OK
     if option_names & INFORMATIVE:
-        _become(["sbatch", *argv])
+        _replace_process(["sbatch", *argv])
     if "json" in option_names and "dry-run" not in option_names:
         raise FallowError("--json needs --dry-run here: fallow submit --dry-run --json SCRIPT", Exit.USAGE)
     if "dry-run" in option_names:
@@ -164,25 +164,25 @@ def submit_plan(submission: Submission, source: Path | None) -> int:
     script = [str(source), *submission.spec.args] if source is not None else []
     if submission.asked("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
-        _become(["sbatch", *submission.options("test", variables), *script], variables)
+        _replace_process(["sbatch", *submission.options("test", variables), *script], variables)
     if shutil.which("sbatch") is None:
         raise _no_sbatch("not on PATH")
     try:
-        new = ask("create_run", NewRun, spec=submission.spec)
+        new_run = ask("create_run", NewRun, spec=submission.spec)
     except FallowError as error:
         if error.code is not Exit.TEMPFAIL:
             raise
         text = "Nothing was submitted to Slurm; submit it again once `fallow status` answers"
         raise FallowError(f"{error.message}. {text}", error.code) from error
-    variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
+    variables = job_environment(state, new_run.run, new_run.token, AllocationKind.BASE)
 
     def announce_job(line: str) -> None:
-        _report_job(new, line.partition(";")[0])
-        _announce(submission, line, new.run)
-        _warn_of_refusal(new.run)
+        _report_job(new_run, line.partition(";")[0])
+        _announce(submission, line, new_run.run)
+        _warn_of_refusal(new_run.run)
 
     outcome = call_sbatch(
-        ["sbatch", "--parsable", *submission.options(new.token, variables), *script],
+        ["sbatch", "--parsable", *submission.options(new_run.token, variables), *script],
         {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
         announce_job,
         submission.spec.script if source is None and not submission.asked("wrap") else None,
@@ -190,18 +190,18 @@ def submit_plan(submission: Submission, source: Path | None) -> int:
     if outcome.job is not None:
         return outcome.code
     if outcome.is_refused:
-        _report_failure(new, outcome.reason, unknown=False)
+        _report_failure(new_run, outcome.reason, unknown=False)
         return outcome.code or Exit.SOFTWARE
-    job = look_up(new.token)
+    job = look_up(new_run.token)
     if job is not None:
         say(f"sbatch failed ({outcome.reason}), but Slurm has the job")
         announce_job(job)
         return Exit.OK
-    _report_failure(new, outcome.reason, unknown=True)
+    _report_failure(new_run, outcome.reason, unknown=True)
     raise FallowError(
         f"it is not known whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm "
-        f"answers, the head looks for the job. If the job exists, run {new.run} continues. If not, the run fails, and "
-        f"you can submit again. See: fallow status {new.run}; to give up: fallow cancel {new.run}",
+        f"answers, the head looks for the job. If the job exists, run {new_run.run} continues. If not, the run fails, "
+        f"and you can submit again. See: fallow status {new_run.run}; to give up: fallow cancel {new_run.run}",
         Exit.TEMPFAIL,
     )
 
@@ -216,15 +216,15 @@ def _announce(submission: Submission, line: str, run: str) -> None:
     sys.stdout.flush()
 
 
-def _report_job(new: NewRun, job_id: str) -> None:
+def _report_job(new_run: NewRun, job_id: str) -> None:
     """Report the job id to the head. If the head cannot be reached, leave the job id for it in a file."""
     try:
-        ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
+        ask("base_submitted", run=new_run.run, token=new_run.token, job_id=job_id)
     except FallowError as error:
         say(f"job {job_id} is submitted; the head cannot be told ({error.message}) and will find the job later")
         with contextlib.suppress(OSError):
             # The head can also find the job by the token in its comment, unless the site overwrites comments.
-            write_struct(Paths.default().run(new.run).base_job(new.token), BaseJob(job_id))
+            write_struct(Paths.default().run(new_run.run).base_job(new_run.token), BaseJob(job_id))
 
 
 def _warn_of_refusal(run: str) -> None:
@@ -234,14 +234,14 @@ def _warn_of_refusal(run: str) -> None:
             say(f"run {run} cannot grow: Slurm would refuse its harvest jobs: {refusal}")
 
 
-def _report_failure(new: NewRun, reason: str, unknown: bool) -> None:
+def _report_failure(new_run: NewRun, reason: str, unknown: bool) -> None:
     try:
-        ask("base_failed", run=new.run, token=new.token, reason=reason, unknown=unknown)
+        ask("base_failed", run=new_run.run, token=new_run.token, reason=reason, unknown=unknown)
     except FallowError as error:
-        say(f"the head cannot be told ({error.message}); if `fallow status` shows the run: fallow cancel {new.run}")
+        say(f"the head cannot be told ({error.message}); if `fallow status` shows the run: fallow cancel {new_run.run}")
 
 
-def _become(argv: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
+def _replace_process(argv: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
     """Replace this process by sbatch."""
     try:
         os.execvpe(argv[0], argv, {**os.environ, **(variables or {})})  # noqa: S606
@@ -249,6 +249,6 @@ def _become(argv: list[str], variables: Mapping[str, str] | None = None) -> NoRe
         raise _no_sbatch(error.strerror) from error
 
 
-def _no_sbatch(why: str | None) -> FallowError:
-    text = f"sbatch cannot be started ({why}); install Slurm's client commands or set PATH"
+def _no_sbatch(reason: str | None) -> FallowError:
+    text = f"sbatch cannot be started ({reason}); install Slurm's client commands or set PATH"
     return FallowError(text, Exit.UNAVAILABLE)

@@ -55,10 +55,10 @@ def down(folder: Path | None, everything: bool, as_json: bool) -> None:
     """Take down the testbed in FOLDER, with all its processes and files. A single testbed needs no FOLDER."""
     if everything and folder is not None:
         raise FallowError("--all takes down all testbeds; give FOLDER or --all", Exit.USAGE)
-    chosen = Testbed.all() if everything else [Testbed.find(folder)]
-    for each in chosen:
+    testbeds = Testbed.all() if everything else [Testbed.find(folder)]
+    for each in testbeds:
         each.down()
-    folders = [str(each.folder) for each in chosen]
+    folders = [str(each.folder) for each in testbeds]
     tell({"down": folders}, as_json, lambda _: click.echo("".join(f"{one}: down\n" for one in folders), nl=False))
 
 
@@ -91,13 +91,13 @@ def load(folder: Path | None, seconds: float, seed: int, utilisation: float, mea
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     jobs = make_jobs(seed, seconds=seconds, nodes=instance.layout.nodes, utilisation=utilisation, mean_s=mean)
-    tell(play(instance, jobs, seconds, stop), as_json, _show_played)
+    tell(play(instance, jobs, seconds, stop), as_json, _show_load)
 
 
-def _show_played(played: LoadResult) -> None:
-    click.echo(f"{played.submitted} of {played.planned} jobs submitted to {played.folder}, {played.refused} refused")
-    if played.refusal:
-        say(f"the last refusal: {played.refusal}")
+def _show_load(result: LoadResult) -> None:
+    click.echo(f"{result.submitted} of {result.planned} jobs submitted to {result.folder}, {result.refused} refused")
+    if result.refusal:
+        say(f"the last refusal: {result.refusal}")
 
 
 def _show(statuses: list[TestbedStatus]) -> None:

@@ -65,11 +65,11 @@ def show_usage(report: UsageReport) -> None:
         click.echo(clean("nothing used" + (f" since {report.since}" if report.since else " yet")))
     else:
         _show_rows(report)
-    delayed = report.others_delayed
-    if delayed is not None:
+    delays = report.others_delayed
+    if delays is not None:
         click.echo(
-            f"\nother users' jobs that waited for a node to be returned: {delayed.jobs}"
-            + (f", p95 {delayed.p95_s:.1f} s, longest {delayed.max_s:.1f} s" if delayed.jobs else "")
+            f"\nother users' jobs that waited for a node to be returned: {delays.jobs}"
+            + (f", p95 {delays.p95_s:.1f} s, longest {delays.max_s:.1f} s" if delays.jobs else "")
         )
     if report.owner is not None:
         _show_owner(report.owner)

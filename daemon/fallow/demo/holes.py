@@ -53,27 +53,27 @@ class HoleWatch:
                 OTHERS: they would not be idle without Fallow.
             members: names of the nodes that train. Nodes whose owner is not OURS do not count.
         """
-        before = at if self._at is None else self._at
-        middle = (before + at) / 2
+        previous_at = at if self._at is None else self._at
+        changed_at = (previous_at + at) / 2
         owners = {**self._owners, **owners}
         training = frozenset(node for node in members if owners.get(node) is NodeOwner.OURS)
         for node, owner in owners.items():
             hole = self._open.get(node)
             if hole is not None and node in self._training:
-                hole.trained_s += middle - before
+                hole.trained_s += changed_at - previous_at
             if owner in FREE:
                 if hole is None:
                     left_by_others = self._owners.get(node) is NodeOwner.OTHERS
-                    hole = self._open[node] = Hole(node=node, begin=middle, end=at, left_by_others=left_by_others)
+                    hole = self._open[node] = Hole(node=node, begin=changed_at, end=at, left_by_others=left_by_others)
                     self.holes.append(hole)
                 hole.end = at
                 if owner is NodeOwner.OURS and hole.allocated_at is None:
-                    hole.allocated_at = middle
+                    hole.allocated_at = changed_at
                 if node in training:
-                    hole.trained_s += at - middle
-                    hole.member_at = middle if hole.member_at is None else hole.member_at
+                    hole.trained_s += at - changed_at
+                    hole.member_at = changed_at if hole.member_at is None else hole.member_at
             elif hole is not None:
-                self._open.pop(node).end = middle
+                self._open.pop(node).end = changed_at
         self._at, self._owners, self._training = at, owners, training
 
     @property

@@ -86,13 +86,13 @@ class Demo:
             await asyncio.to_thread(testbed.down)
         self.live.say("the same training undisturbed on one node, to compare with")
         static = await self._local("static", script, steps)
-        finished = static.status is RunStatus.FINISHED
+        is_finished = static.status is RunStatus.FINISHED
         head = snapshot.head
         return DemoReport(
             **asdict(elastic),
             slurm=SlurmFacts(version=head.slurm_version or "unknown", nodes=len(snapshot.nodes)),
-            static_digest=static.final_digest if finished else None,
-            static_loss=static.final_loss if finished else None,
+            static_digest=static.final_digest if is_finished else None,
+            static_loss=static.final_loss if is_finished else None,
             hole_to_step_s=quantiles(waits_s(self._watch.holes)),
             idle_node_s=self._watch.idle_node_s(),
             harvested_node_s=self._watch.harvested_node_s(),
@@ -131,7 +131,7 @@ class Demo:
         patience_s = 3 * self.seconds + 180
         load_log = self.folder / "load.log"
         load = start_load(stage.testbed, load_log, seed=0, seconds=patience_s, utilisation=UTILISATION)
-        began = time.monotonic()
+        began_at = time.monotonic()
         try:
             job_id = await stage.submit(SCRIPT.format(command=" ".join(_command(script, steps))), NODES)
             self.live.say(f"submitted as job {job_id}: 1 to {NODES} nodes")
@@ -143,7 +143,7 @@ class Demo:
             await control.call("cancel", run=run)
         finally:
             load.terminate()
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - began_at
         snapshot = await control.call("status", Snapshot)
         report = await control.call("report", RunReport, run=run)
         await asyncio.to_thread(load.wait, 60)

@@ -45,9 +45,9 @@ class LiveView:
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr)
-        self._began = time.monotonic()
+        self._began_at = time.monotonic()
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._printed = 0.0
+        self._printed_at = 0.0
 
     def __enter__(self) -> "LiveView":
         if self._console.is_terminal:
@@ -60,7 +60,7 @@ class LiveView:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(
-            f"{time.monotonic() - self._began:6.1f} s  {clean(text)}", markup=False, highlight=False, soft_wrap=True
+            f"{time.monotonic() - self._began_at:6.1f} s  {clean(text)}", markup=False, highlight=False, soft_wrap=True
         )
 
     def show(self, item: Snapshot | EventRecord) -> None:
@@ -69,8 +69,8 @@ class LiveView:
                 self.say(item.text)
         elif self._console.is_terminal:
             self._live.update(_picture(item))
-        elif item.runs and time.monotonic() - self._printed > HEARTBEAT_S:
-            self._printed = time.monotonic()
+        elif item.runs and time.monotonic() - self._printed_at > HEARTBEAT_S:
+            self._printed_at = time.monotonic()
             self.say(_progress(item.runs[0]))
 
 

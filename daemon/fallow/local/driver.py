@@ -94,13 +94,13 @@ class Driver:
         self._run = ""
         self._control: ControlClient
         self._by_seconds = by_seconds
-        self._began: float | None = None
+        self._began_at: float | None = None
         self._pids: dict[str, list[int]] = {}
         "member -> process ids of its workers"
-        self._killed: set[str] = set()
+        self._killed_members: set[str] = set()
         self.performed_items: list[tuple[Item, float]] = []
         "items that were carried out, with the time at which they began (time.monotonic)"
-        self._settle_until = 0.0
+        self._settle_end_at = 0.0
         self.absent_nodes = 0
         "number of nodes that ended or were refused before they became members"
         self.absence_reason = ""
@@ -155,17 +155,17 @@ class Driver:
 
     def _has_starting_nodes(self, view: RunView) -> bool:
         """True if a node is starting up. A node with an ended agent or a released allocation does not count."""
-        ready = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
-        allocated = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
-        living = {token for token, agent in self._agents.items() if agent.returncode is None}
-        return bool(living & allocated - ready)
+        ready_tokens = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
+        allocated_tokens = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
+        living_tokens = {token for token, agent in self._agents.items() if agent.returncode is None}
+        return bool(living_tokens & allocated_tokens - ready_tokens)
 
     def _check_agents(self) -> None:
         agents = self._agents.values()
         if agents and all(agent.returncode is not None for agent in agents):
             codes = sorted({str(agent.returncode) for agent in agents})
-            why = "; the schedule has left the run no member" if codes == [str(int(Exit.NO_RESTART))] else ""
-            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on{why}", Exit.SOFTWARE)
+            hint = "; the schedule has left the run no member" if codes == [str(int(Exit.NO_RESTART))] else ""
+            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on{hint}", Exit.SOFTWARE)
 
     async def _follow(self) -> None:
         """Carry out each item as soon as its step is finished and the previous item has taken effect."""
@@ -177,34 +177,34 @@ class Driver:
                 and self._is_settled(view)
             ):
                 try:
-                    await self._do(self.pending_items[0], view)
+                    await self._carry_out(self.pending_items[0], view)
                 except FallowError as error:
                     # The run may have ended since the last look.
                     if error.code is not Exit.USAGE or not (await self._look()).status.ended:
                         raise
                     return
-                self._settle_until = time.monotonic() + SETTLE_S
+                self._settle_end_at = time.monotonic() + SETTLE_S
                 self.pending_items.pop(0)
             self._check_agents()
             await asyncio.sleep(LOOK_S)
 
     def _progress(self, view: RunView) -> float:
         """Finished steps, or seconds since the first call. Call it only once the training has begun."""
-        if self._began is None:
-            self._began = time.monotonic()
-        return time.monotonic() - self._began if self._by_seconds else view.step
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+        return time.monotonic() - self._began_at if self._by_seconds else view.step
 
     def _is_settled(self, view: RunView) -> bool:
         """True if no change is under way or about to begin, and all workers' process ids are known, for signals.
 
         Also true after `SETTLE_S`, since a stopped member may never settle.
         """
-        calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in view.training)
-        full = not _ready(view) or len(view.training) >= view.useful
-        alive = not self._killed.intersection(m.member for m in view.training)
-        return (calm and full and alive) or time.monotonic() > self._settle_until
+        is_calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in view.training)
+        is_full = not _ready(view) or len(view.training) >= view.useful
+        are_alive = not self._killed_members.intersection(m.member for m in view.training)
+        return (is_calm and is_full and are_alive) or time.monotonic() > self._settle_end_at
 
-    async def _do(self, item: Item, view: RunView) -> None:
+    async def _carry_out(self, item: Item, view: RunView) -> None:
         self.performed_items.append((item, time.monotonic()))
         match item.action:
             case Action.ADD:
@@ -220,7 +220,7 @@ class Driver:
                 number = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP, Action.CONT: signal.SIGCONT}
                 self._signal(_member_of(item), number[item.action])
                 if item.action is Action.KILL:
-                    self._killed.add(_member_of(item))
+                    self._killed_members.add(_member_of(item))
             case Action.HEAD_KILL:
                 self._head.kill()
                 await self._control.aclose()
@@ -300,8 +300,10 @@ def name_of(command: Sequence[str]) -> str:
 
 def peak(members: int, schedule: Sequence[Item]) -> int:
     """Most members at any time of a schedule."""
-    leaves = (Action.RELEASE_MEMBER, Action.KILL)
-    changes = (item.count if item.action is Action.ADD else -item.count - (item.action in leaves) for item in schedule)
+    leave_actions = (Action.RELEASE_MEMBER, Action.KILL)
+    changes = (
+        item.count if item.action is Action.ADD else -item.count - (item.action in leave_actions) for item in schedule
+    )
     return max(accumulate(changes, initial=members))
 
 

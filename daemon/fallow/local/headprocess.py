@@ -43,8 +43,12 @@ class HeadProcess:
         """A head that keeps all its files in `folder`, serves this host only, and has no settings but `environ`."""
         config = folder / "config.toml"
         config.touch(mode=0o600)
-        own = {"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder), "FALLOW_CONFIG": str(config)}
-        environ = {**environ, **own, "FALLOW_HEAD__ADDRESS": "127.0.0.1"}
+        private_settings = {
+            "FALLOW_STATE_DIR": str(folder / "state"),
+            "XDG_RUNTIME_DIR": str(folder),
+            "FALLOW_CONFIG": str(config),
+        }
+        environ = {**environ, **private_settings, "FALLOW_HEAD__ADDRESS": "127.0.0.1"}
         return cls(Paths.default(environ).create(), environ, folder / "head.log")
 
     @property
@@ -90,8 +94,8 @@ class HeadProcess:
                             return client
                         await client.aclose()
                     await asyncio.sleep(0.05)
-        last = self.log.read_text(errors="replace").strip().splitlines()[-3:]
-        raise FallowError("the head did not start: " + " | ".join(last), Exit.UNAVAILABLE)
+        last_lines = self.log.read_text(errors="replace").strip().splitlines()[-3:]
+        raise FallowError("the head did not start: " + " | ".join(last_lines), Exit.UNAVAILABLE)
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""

@@ -175,9 +175,9 @@ class Testbed:
         try:
             nodes.update(self._node_states())
             jobs.update(self.slurm("squeue", "-h", "-a", "-r", "-o", "%T").lower().split())
-            bad = any(state.startswith(("down", "unknown", "drain")) for state in nodes)
+            has_bad_nodes = any(state.startswith(("down", "unknown", "drain")) for state in nodes)
         except FallowError:
-            bad = True
+            has_bad_nodes = True
         return TestbedStatus(
             folder=str(self.folder),
             conf=str(self.conf),
@@ -185,7 +185,7 @@ class Testbed:
             slurm_version=f"{self.layout.version[0]}.{self.layout.version[1]:02d}",
             nodes=dict(nodes),
             jobs=dict(jobs),
-            up=not bad and bool(nodes),
+            up=not has_bad_nodes and bool(nodes),
         )
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ class Testbed:
         if registry.read_layout(self.folder) is None:
             registry.forget(self.folder)
             return
-        ended = wait_until(self._kill_all, _KILL_DEADLINE_S)
+        has_ended = wait_until(self._kill_all, _KILL_DEADLINE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-        if not ended or self.folder.exists():
+        if not has_ended or self.folder.exists():
             raise FallowError(
                 f"testbed {self.folder}: processes {sorted(self.processes())} or files remain; "
                 "remove them by hand and repeat",
@@ -222,13 +222,13 @@ class Testbed:
         return self.slurm("sinfo", "-h", "-N", "-p", PARTITION, "-o", "%T").split()
 
     def _wait_idle(self) -> None:
-        def idle() -> bool:
+        def are_idle() -> bool:
             try:
                 return self._node_states() == ["idle"] * self.layout.nodes
             except FallowError:
                 return False
 
-        if not wait_until(idle, UP_DEADLINE_S):
+        if not wait_until(are_idle, UP_DEADLINE_S):
             raise FallowError(
                 f"testbed: the nodes did not become idle within {UP_DEADLINE_S:g} s; what the daemons say:\n"
                 f"{logs(self.layout)}",

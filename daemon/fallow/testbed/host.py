@@ -31,10 +31,10 @@ _POLL_S = 0.05
 
 def check_commands() -> None:
     """Raise FallowError, with what to install, unless all of `COMMANDS` exist."""
-    missing = [name for name in COMMANDS if shutil.which(name, path=_path()) is None]
-    if missing:
+    missing_commands = [name for name in COMMANDS if shutil.which(name, path=_path()) is None]
+    if missing_commands:
         raise FallowError(
-            f"testbed: {', '.join(missing)} not found on this host; install Slurm and MUNGE "
+            f"testbed: {', '.join(missing_commands)} not found on this host; install Slurm and MUNGE "
             f"(Debian, Ubuntu: apt-get install {_PACKAGES})",
             Exit.UNAVAILABLE,
         )
@@ -139,15 +139,15 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
         pid = int(entry.name)
         try:
             variables = (entry / "environ").read_bytes().split(b"\0")
-            works_in = (entry / "cwd").readlink()
+            cwd = (entry / "cwd").readlink()
         except OSError:  # a process of another user, or one that has just ended
             continue
         if (process := living(pid)) is None:
             continue
         parents[pid] = process.parent
-        in_job = conf_variable in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
-        manages_step = process.name.startswith("slurmstepd") and works_in.is_relative_to(folder)
-        if mark in variables or in_job or manages_step:
+        is_in_job = conf_variable in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
+        manages_step = process.name.startswith("slurmstepd") and cwd.is_relative_to(folder)
+        if mark in variables or is_in_job or manages_step:
             owned.add(pid)
     # Descendants that cleaned their environment.
     while children := {pid for pid, parent in parents.items() if parent in owned} - owned:

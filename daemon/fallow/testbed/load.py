@@ -76,19 +76,19 @@ def make_jobs(seed: int, *, seconds: float, nodes: int, utilisation: float, mean
 
 def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: threading.Event) -> LoadResult:
     """Submit each job at its time, until `seconds` have passed or `stop` is set. Then cancel the remaining jobs."""
-    began = time.monotonic()
+    began_at = time.monotonic()
     ids: list[str] = []
     refused_jobs, refusal = 0, ""
     try:
         for job in jobs:
-            if stop.wait(max(0.0, began + job.at_s - time.monotonic())) or not testbed.conf.exists():
+            if stop.wait(max(0.0, began_at + job.at_s - time.monotonic())) or not testbed.conf.exists():
                 break  # somebody stopped the load, or took the testbed down
             try:
                 ids.append(_submit(testbed, job))
             except FallowError as error:
                 refused_jobs, refusal = refused_jobs + 1, error.message
         else:
-            stop.wait(max(0.0, began + seconds - time.monotonic()))
+            stop.wait(max(0.0, began_at + seconds - time.monotonic()))
     finally:
         _cancel(testbed, ids)
     return LoadResult(str(testbed.folder), len(jobs), len(ids), refused_jobs, refusal)

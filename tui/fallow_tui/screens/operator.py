@@ -52,14 +52,14 @@ class HeaderBar(Static):
 
     def show(self, view: View, now: float, mode: str) -> None:
         """Draw the header. `mode` is a text such as `read only`, or empty."""
-        wide = self.app.size.width >= 100
+        is_wide = self.app.size.width >= 100
         text = Text(" fallow ", Style(reverse=True, bold=True), no_wrap=True, overflow="ellipsis", end="")
         if mode:
             text.append(f" {mode} ", Style(color="#000000", bgcolor="#d7af00"))
         head = view.snapshot.head if view.snapshot is not None else None
         if head is not None:
             text.append(f"  {head.cluster or 'no Slurm'}", LABEL)
-            if wide:
+            if is_wide:
                 text.append(f" Slurm {head.slurm_version}" if head.slurm_version else "", MUTED)
         if view.away_since is not None:
             text.append("  ✗ no head" if head is None else f"  ✗ head away since {clock(view.away_since)}", BAD)
@@ -67,15 +67,15 @@ class HeaderBar(Static):
             text.append("  … asking the head", WARN)
         else:
             text.append("  ● head", GOOD)
-            if wide:
+            if is_wide:
                 text.append(f" {head.host}:{head.pid} term {head.term}", MUTED)
             text.append(f" up {duration(head.uptime_s)}", MUTED)
         age = view.age(now)
         if age is not None:
-            fresh = view.freshness(now)
-            text.append(f"  updated {duration(age)} ago", FRESHNESS[fresh])
-            if fresh is not fresh.FRESH:
-                text.append(f" {fresh.upper()}", FRESHNESS[fresh])
+            freshness = view.freshness(now)
+            text.append(f"  updated {duration(age)} ago", FRESHNESS[freshness])
+            if freshness is not freshness.FRESH:
+                text.append(f" {freshness.upper()}", FRESHNESS[freshness])
         if head is not None and head.slurm_error:
             text.append(f"  ✗ Slurm: {head.slurm_error}", BAD)
         elif head is not None and (poll := view.poll_age(now)) is not None:

@@ -26,21 +26,21 @@ class _Lines(RichLog):
 
     def __init__(self) -> None:
         super().__init__(wrap=False, markup=False, max_lines=KEEP_EVENTS)
-        self._following = True
+        self._is_following = True
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        self._following = new_value >= self.max_scroll_y
+        self._is_following = new_value >= self.max_scroll_y
 
     def on_resize(self, _: Resize) -> None:
-        if self._following:
+        if self._is_following:
             self.scroll_end(animate=False, x_axis=False)
 
     def add(self, line: Text) -> None:
-        self.write(line, scroll_end=self._following)
+        self.write(line, scroll_end=self._is_following)
 
     def clear(self) -> Self:
-        self._following = True
+        self._is_following = True
         return super().clear()
 
 

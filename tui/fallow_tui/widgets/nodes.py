@@ -47,11 +47,11 @@ class NodeMap(Widget, can_focus=True):
         """Draw the view."""
         self._view, self._now = view, now
         names = sorted(view.cells)
-        resized = len(names) != len(self._names)
+        is_resized = len(names) != len(self._names)
         self._names, self._labels = names, short_names(names)
         self._cursor = min(self._cursor, max(0, len(names) - 1))
         self.border_title = self._summary()
-        self.refresh(layout=resized)
+        self.refresh(layout=is_resized)
 
     def action_move(self, columns: int, rows: int) -> None:
         """Move the cursor within the map."""
@@ -70,19 +70,19 @@ class NodeMap(Widget, can_focus=True):
         text = Text(no_wrap=True, end="")
         for row in range(first, min(first + height, self._rows(width))):
             names = range(row * per_row, min((row + 1) * per_row, len(self._names)))
-            if not self._labelled(width):
+            if not self._has_labels(width):
                 text.append(fit(self._labels[names[0]], ROW_LABEL - 1) + " ", MUTED)
             for index in names:
-                self._tile(text, index, self._labelled(width))
+                self._tile(text, index, self._has_labels(width))
             text.append("\n")
         self._describe(text)
         return text
 
-    def _tile(self, text: Text, index: int, labelled: bool) -> None:
+    def _tile(self, text: Text, index: int, has_label: bool) -> None:
         sign, style = glyph(self._view, self._view.cells[self._names[index]])
         is_at_cursor = self.has_focus and index == self._cursor
-        text.append(sign, style + Style(reverse=True) if is_at_cursor and not labelled else style)
-        if labelled:
+        text.append(sign, style + Style(reverse=True) if is_at_cursor and not has_label else style)
+        if has_label:
             label = fit(self._labels[index], self._label_width())
             text.append(label, Style(reverse=True) if is_at_cursor else MUTED)
             text.append(" ")
@@ -130,12 +130,12 @@ class NodeMap(Widget, can_focus=True):
     def _label_width(self) -> int:
         return max((cell_len(label) for label in self._labels), default=1)
 
-    def _labelled(self, width: int) -> bool:
+    def _has_labels(self, width: int) -> bool:
         per_row = max(1, width // (self._label_width() + 2))
         return len(self._names) <= per_row * LABEL_ROWS
 
     def _per_row(self, width: int) -> int:
-        return max(1, width // (self._label_width() + 2) if self._labelled(width) else width - ROW_LABEL)
+        return max(1, width // (self._label_width() + 2) if self._has_labels(width) else width - ROW_LABEL)
 
     def _rows(self, width: int) -> int:
         return -(-len(self._names) // self._per_row(width))

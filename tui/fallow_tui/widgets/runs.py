@@ -89,24 +89,24 @@ class RunsTable(RowTable):
     @staticmethod
     def _columns(width: int) -> list[Column]:
         """Columns of the table. The remaining width goes to the name and to the current change."""
-        wide = width >= 100
+        is_wide = width >= 100
         fixed = [
             Column("", 1),
             Column("STATUS", 11),
-            Column("NODES", 9 if wide else 8),
+            Column("NODES", 9 if is_wide else 8),
             Column("GEN", 4),
-            Column("STEP", 15 if wide else 11),
+            Column("STEP", 15 if is_wide else 11),
             Column("LOSS", 6),
             Column("SAMPLES/S", 6 + _spark_width(width)),
             Column("RELEASE", 7),
         ]
         free_width = width - 2 - sum(size + 1 for _, size in fixed if size is not None)
-        name = min(22, free_width - 1) if not wide else min(22, free_width // 2)
+        name = min(22, free_width - 1) if not is_wide else min(22, free_width // 2)
         fixed.insert(1, Column("RUN", max(8, name)))
-        return [*fixed, Column("CHANGE", max(4, free_width - name - 2))] if wide else fixed
+        return [*fixed, Column("CHANGE", max(4, free_width - name - 2))] if is_wide else fixed
 
     def _row(self, run: RunView, width: int) -> list[Text]:
-        view, wide = self._view, width >= 100
+        view, is_wide = self._view, width >= 100
         sign, style = STATUSES[run.status]
         nodes = len({member.node for member in run.training})
         steps = [str(run.step)]
@@ -122,14 +122,14 @@ class RunsTable(RowTable):
             run_badge(view, run.run),
             Text(run.name or run.run),
             Text(f"{sign} {run.status}", style),
-            Text(first_fit(9 if wide else 8, f"{nodes}/{run.min_nodes}-{run.max_nodes}", str(nodes))),
+            Text(first_fit(9 if is_wide else 8, f"{nodes}/{run.min_nodes}-{run.max_nodes}", str(nodes))),
             Text(first_fit(4, str(run.generation), f"{run.generation // 1000}k")),
-            Text(first_fit(15 if wide else 11, *steps, count(run.step))),
+            Text(first_fit(15 if is_wide else 11, *steps, count(run.step))),
             Text(figure(run.loss)),
             rate,
             Text(duration(remaining_s), WARN if remaining_s is not None and remaining_s <= SOON_S else ""),
         ]
-        if wide:
+        if is_wide:
             row.append(Text(run.change or run.message, WARN if run.change else MUTED))
         return row
 
