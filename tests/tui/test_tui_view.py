@@ -102,7 +102,7 @@ async def test_the_source_streams_and_takes_no_requests() -> None:
     async for item in source.subscribe():
         if isinstance(item, Snapshot) and item.at > 1000.0:
             break
-    with pytest.raises(FallowError, match="made up"):
+    with pytest.raises(FallowError, match="simulated"):
         await source.call("shrink", run=item.runs[0].run, by=1)
 
 

@@ -126,7 +126,7 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
 def simulate(trace: str | None, as_json: bool, **options: Any) -> None:
     if trace is None:
         raise FallowError(
-            "--trace is missing: give a file, or earth, philly or summit; see: fallow simulate --help", Exit.USAGE
+            "--trace needs a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE
         )
     if options["site"] is not None:
         _refuse_site_options()

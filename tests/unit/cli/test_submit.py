@@ -185,7 +185,7 @@ def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(site: Site
     assert fallow("submit", "job.sh").code == 0
     folder = Paths.default().run("r1").create()
     result = fallow("submit", "job.sh")
-    assert (result.code, "it will find it by itself" in result.err) == (0, True)
+    assert (result.code, "will find the job later" in result.err) == (0, True)
     assert read_struct(folder.base_job("r1.0"), BaseJob) == BaseJob("77")
 
 
