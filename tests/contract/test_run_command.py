@@ -214,7 +214,7 @@ def test_a_harvest_job_that_ends_as_planned_is_no_cancelled_one(harvest: Job) ->
         ({"FALLOW_RUN": "../x"}, "no valid id"),
         ({"FALLOW_TOKEN": "r1.9"}, "a file system that all nodes share"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
-        ({"SLURM_PROCID": "1"}, "write it without srun"),
+        ({"SLURM_PROCID": "1"}, "without srun"),
     ],
 )
 def test_what_is_missing_is_said(base: Job, environ: dict[str, str], message: str) -> None:

@@ -98,7 +98,7 @@ class Chaos(Driver):
         if action is None:
             (self._log / f"{member.member}.raise").touch()
         else:
-            await self._do(Item(action=action, step=view.step, member=number), view)
+            await self._carry_out(Item(action=action, step=view.step, member=number), view)
         if action is not Action.RELEASE_MEMBER:
             self.nodes[number].gone = self.faults_at[-1]
         await self._start_agent()

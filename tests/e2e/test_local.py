@@ -110,7 +110,7 @@ def test_first_members_that_differ_do_not_start(box: Box) -> None:
     done = box.tiny("--odd", "n1")
     assert done.code == Exit.SOFTWARE
     message = json.loads(done.stdout)["error"]["message"]
-    assert "1 of the first 2 members did not come to run.updates()" in message
+    assert "1 of the first 2 members did not reach run.updates()" in message
     assert "model.0.4.weight float64[4, 16]" in message
 
 

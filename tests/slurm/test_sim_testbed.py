@@ -35,11 +35,11 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "minutes"
     runs_s: float
     backfill: bool = False
-    "it starts when backfill looks, of which only the interval is known"
+    "True: backfill starts the job, at a time of which only the interval is known"
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What became of it."""
+class Outcome(msgspec.Struct, frozen=True):
+    """Outcome of a job."""
 
     submit_at: float
     start_at: float
@@ -49,9 +49,9 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def test_starts_are_those_of_a_real_slurm(make_testbed: MakeTestbed) -> None:
-    """Two at once: nearly all of the time is waiting.
+    """Play two loads at once, as nearly all of the time is waiting.
 
-    On a busy machine the real Slurm may start a job late, but not the same one each time.
+    On a busy machine the real Slurm may start a job late, but not the same job in each play.
     """
     loads = {
         profile: msgspec.json.decode((DATA / f"{profile}.json").read_bytes(), type=list[Line])
@@ -63,8 +63,10 @@ def test_starts_are_those_of_a_real_slurm(make_testbed: MakeTestbed) -> None:
         with ThreadPoolExecutor() as pool:
             played = list(pool.map(play, testbeds, loads.values()))
         for testbed, (profile, load), real in zip(testbeds, list(loads.items()), played, strict=True):
-            found = set(differences(load, real, simulate(testbed, load, real), testbed.layout.bf_interval + MAIN_S))
-            always[profile] = always.get(profile, found) & found
+            deviations = set(
+                differences(load, real, simulate(testbed, load, real), testbed.layout.bf_interval + MAIN_S)
+            )
+            always[profile] = always.get(profile, deviations) & deviations
             if not always[profile]:
                 del loads[profile]
         for testbed in testbeds:
@@ -74,13 +76,13 @@ def test_starts_are_those_of_a_real_slurm(make_testbed: MakeTestbed) -> None:
     pytest.fail(f"not as a real Slurm: {always}")
 
 
-def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
-    """Have the real Slurm run it. Slurm forgets ended jobs after MinJobAge, so they are looked at all the time."""
-    began, seen = time.monotonic(), dict[str, Seen]()
+def play(testbed: Testbed, load: list[Line]) -> dict[str, Outcome]:
+    """Run the jobs on the real Slurm. Polls all the time, because Slurm forgets ended jobs after MinJobAge."""
+    began, started = time.monotonic(), dict[str, Outcome]()
     for job in load:
         while (left_s := began + job.at_s - time.monotonic()) > 0:
             time.sleep(min(left_s, LOOK_S))
-            seen |= look(testbed)
+            started |= look(testbed)
         options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--time={job.limit}"]
         options += [f"--partition={job.partition}", "--exclusive", "--no-requeue", "--output=/dev/null", "--chdir=/"]
         testbed.slurm("sbatch", *options, f"--wrap=exec sleep {job.runs_s:g}")
@@ -88,27 +90,27 @@ def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
     while testbed.slurm("squeue", "-h", "-o", "%j"):
         assert time.monotonic() < deadline, f"jobs are left: {testbed.slurm('squeue')}"
         time.sleep(0.2)
-        seen |= look(testbed)
-    return seen | look(testbed)
+        started |= look(testbed)
+    return started | look(testbed)
 
 
-def look(testbed: Testbed) -> dict[str, Seen]:
+def look(testbed: Testbed) -> dict[str, Outcome]:
     """The jobs that have started, by name."""
     text = testbed.slurm("env", "SLURM_TIME_FORMAT=%s", "squeue", "-h", "-t", "all", "-o", "%j|%V|%S|%e|%l|%T")
     rows = [line.split("|") for line in text.split()]
     return {
-        name: Seen(float(submit), float(start), float(end), limit, state)
+        name: Outcome(float(submit), float(start), float(end), limit, state)
         for name, submit, start, end, limit, state in rows
         if state != "PENDING"
     }
 
 
-def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[str, Seen]:
-    """The same, submitted when the real one had it."""
+def simulate(testbed: Testbed, load: list[Line], real: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Run the same jobs on the simulated Slurm, with the submit times of the real Slurm."""
     jobs = sorted((job_of(j, real) for j in load), key=lambda j: j.submit_at)
     sim = SlurmSim(site(testbed), 0, jobs[0].submit_at, jobs)
-    shown: dict[str, Seen] = {}
-    end = max(seen.start_at for seen in real.values()) + 600.0
+    started: dict[str, Outcome] = {}
+    end = max(outcome.start_at for outcome in real.values()) + 600.0
     while sim.next_at() <= end:
         sim.advance(sim.next_at())
         for job in sim.poll().jobs:
@@ -116,13 +118,13 @@ def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[
                 minutes, seconds = divmod(round(job.time_limit_s), 60)
                 at = real[job.job_id].submit_at
                 state = "PREEMPTED" if job.preempt_at is not None else "COMPLETED"
-                shown[job.job_id] = Seen(at, job.start_at, 0.0, f"{minutes}:{seconds:02}", state)
-    return {name: msgspec.structs.replace(seen, end_at=sim.run_times[name][1]) for name, seen in shown.items()}
+                started[job.job_id] = Outcome(at, job.start_at, 0.0, f"{minutes}:{seconds:02}", state)
+    return {name: msgspec.structs.replace(outcome, end_at=sim.ran[name][1]) for name, outcome in started.items()}
 
 
 def site(testbed: Testbed) -> Site:
     nodes, layout = testbed.layout.node_names, testbed.layout
-    slurm_config = dict(
+    config = dict(
         (part.strip() for part in line.split("=", 1))
         for line in testbed.slurm("scontrol", "show", "config").splitlines()
         if "=" in line
@@ -135,14 +137,12 @@ def site(testbed: Testbed) -> Site:
         name="testbed",
         nodes=tuple(SimNode(node=node, gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
-        scheduler=Scheduler.from_parameters(
-            slurm_config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)
-        ),
-        preempt_type="" if layout.profile is Profile.PLAIN else slurm_config["PreemptType"],
+        scheduler=Scheduler.of(config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
+        preempt_type="" if layout.profile is Profile.PLAIN else config["PreemptType"],
     )
 
 
-def job_of(line: Line, real: dict[str, Seen]) -> SimJob:
+def job_of(line: Line, real: dict[str, Outcome]) -> SimJob:
     return SimJob(
         job_id=line.name,
         user="user",
@@ -154,26 +154,30 @@ def job_of(line: Line, real: dict[str, Seen]) -> SimJob:
     )
 
 
-def differences(load: list[Line], real: dict[str, Seen], ours: dict[str, Seen], cycle_s: float) -> Iterator[str]:
+def differences(
+    load: list[Line], real: dict[str, Outcome], simulation: dict[str, Outcome], cycle_s: float
+) -> Iterator[str]:
     for job in load:
-        print(f"{job.name:6} real {real[job.name]}\n       sim  {ours[job.name]}")
+        print(f"{job.name:6} real {real[job.name]}\n       sim  {simulation[job.name]}")
     for job in load:
-        mine, theirs = ours[job.name], real[job.name]
-        if (mine.limit, mine.state) != (theirs.limit, theirs.state):
+        simulated, observed = simulation[job.name], real[job.name]
+        if (simulated.limit, simulated.state) != (observed.limit, observed.state):
             yield f"end of {job.name}"
-        if abs(mine.start_at - theirs.start_at) > cycle_s:
+        if abs(simulated.start_at - observed.start_at) > cycle_s:
             yield f"start of {job.name}"
-        # What each start comes late by adds up along a chain of jobs, so it is measured from what set it off.
-        if not job.backfill and theirs.start_at - set_off(mine, ours, real) > MAIN_S:
+        # Delays add up along a chain of jobs, so each start is measured from its cause.
+        if not job.backfill and observed.start_at - set_off(simulated, simulation, real) > MAIN_S:
             yield f"start of {job.name} after what set it off"
     for one, other in combinations(load, 2):
-        apart = ours[one.name].start_at - ours[other.name].start_at
-        if abs(apart) > cycle_s and (real[one.name].start_at > real[other.name].start_at) != (apart > 0):
+        distance_s = simulation[one.name].start_at - simulation[other.name].start_at
+        if abs(distance_s) > cycle_s and (real[one.name].start_at > real[other.name].start_at) != (distance_s > 0):
             yield f"order of {one.name} and {other.name}"
 
 
-def set_off(job: Seen, ours: dict[str, Seen], real: dict[str, Seen]) -> float:
-    """When that happened to the real Slurm which made the simulated one start the job: it came, or another ended."""
+def set_off(job: Outcome, simulation: dict[str, Outcome], real: dict[str, Outcome]) -> float:
+    """Time in the real Slurm of the event that started the simulated job: its submission, or the end of another job."""
     causes = [(job.submit_at, job.submit_at)]
-    causes += [(seen.end_at, real[name].end_at) for name, seen in ours.items() if seen.end_at <= job.start_at]
+    causes += [
+        (outcome.end_at, real[name].end_at) for name, outcome in simulation.items() if outcome.end_at <= job.start_at
+    ]
     return max(causes)[1]

@@ -29,7 +29,7 @@ NAPS = [str(100_000 + 10 * os.getpid() + index) for index in range(4)]
 
 
 def sbatch(testbed: Testbed, script: str, *options: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         ["sbatch", "--parsable", "--output=/dev/null", *options],
         input=script,
         env={"PATH": os.environ["PATH"], **testbed.env()},
@@ -37,7 +37,7 @@ def sbatch(testbed: Testbed, script: str, *options: str) -> str:
         text=True,
         check=True,
     )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def state_of(testbed: Testbed, job_id: str) -> str:
@@ -80,21 +80,25 @@ def test_down_of_a_testbed_whose_controller_is_gone_or_hangs(make_testbed: MakeT
 
 
 def test_three_side_by_side_each_of_its_profile(make_testbed: MakeTestbed) -> None:
-    wanted = {
+    profiles = {
         "plain": {"normal": ("1", "OFF", "0")},
         "nograce": {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", "0")},
         "preempt": {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", str(GRACE_S))},
     }
-    testbeds = [make_testbed(nodes=n, gpus=n, profile=name, bf_interval=30) for n, name in enumerate(wanted, 1)]
+    testbeds = [make_testbed(nodes=n, gpus=n, profile=name, bf_interval=30) for n, name in enumerate(profiles, 1)]
     ports = [range(t.layout.first_port, t.layout.first_port + t.layout.nodes + 1) for t in testbeds]
     assert len({port for each in ports for port in each}) == sum(map(len, ports))
     assert [testbed.folder for testbed in Testbed.all()] == [testbed.folder for testbed in testbeds]
-    for testbed, partitions in zip(testbeds, wanted.values(), strict=True):
-        found = {}
+    for testbed, partitions in zip(testbeds, profiles.values(), strict=True):
+        shown_partitions = {}
         for line in testbed.slurm("scontrol", "-o", "show", "partition").splitlines():
             values = dict(word.partition("=")[::2] for word in line.split())
-            found[values["PartitionName"]] = (values["PriorityTier"], values["PreemptMode"], values["GraceTime"])
-        assert found == partitions
+            shown_partitions[values["PartitionName"]] = (
+                values["PriorityTier"],
+                values["PreemptMode"],
+                values["GraceTime"],
+            )
+        assert shown_partitions == partitions
         assert "bf_interval=30" in testbed.slurm("scontrol", "show", "config")
     job = sbatch(testbeds[1], "#!/bin/sh\nexec sleep 600\n")
     wait_for("the job runs", lambda: state_of(testbeds[1], job) == "RUNNING", REACT_S)
@@ -158,7 +162,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
         probe = [python, "-c", "import fallow.testbed.cluster"]
         if subprocess.run(probe, env=environ, cwd="/tmp", capture_output=True, check=False, **_as(nobody)).returncode:
             pytest.skip("this checkout or its environment lies in a folder that is closed to other users")
-        done = subprocess.run(
+        process = subprocess.run(
             [python, "-c", code],
             env=environ,
             cwd="/tmp",
@@ -168,7 +172,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
             check=False,
             **_as(nobody),
         )
-    assert done.stdout.split() == ["False"], done.stderr
+    assert process.stdout.split() == ["False"], process.stderr
 
 
 def _as(user: pwd.struct_passwd) -> dict[str, Any]:

@@ -16,31 +16,31 @@ PATIENCE_S = 120.0
 
 @pytest.mark.slurm
 def test_a_load_is_played_until_sigterm_and_cleared_away_and_what_slurm_refuses_is_told(testbed: Testbed) -> None:
-    made = make_jobs(3, seconds=3.0, nodes=4, utilisation=3.0, mean_s=20.0)
+    jobs = make_jobs(3, seconds=3.0, nodes=4, utilisation=3.0, mean_s=20.0)
     stop = threading.Event()
     with ThreadPoolExecutor() as pool:
-        playing = pool.submit(play, testbed, made, 600.0, stop)
+        playing = pool.submit(play, testbed, jobs, 600.0, stop)
         try:
-            names = sorted(job.name for job in made)
+            names = sorted(job.name for job in jobs)
             wait_for("all are submitted", lambda: listed(testbed, "%j") == names, PATIENCE_S)
             wait_for("some ran", lambda: listed(testbed, "%N"), PATIENCE_S)
         finally:
             stop.set()
         played = playing.result()
-    assert (played.planned, played.submitted, played.refused) == (len(made), len(made), 0)
+    assert (played.planned, played.submitted, played.refused) == (len(jobs), len(jobs), 0)
     wait_for("no job is left", lambda: not waiting(testbed), PATIENCE_S)
 
     argv = [sys.executable, "-m", "fallow", "testbed", "load", str(testbed.folder), "--utilisation", "4"]
     with subprocess.Popen([*argv, "--seconds", "600"], stdout=subprocess.PIPE, text=True) as player:
         wait_for("a job is there", lambda: waiting(testbed), PATIENCE_S)
         player.terminate()
-        told, _ = player.communicate(timeout=PATIENCE_S)
+        message, _ = player.communicate(timeout=PATIENCE_S)
     assert player.returncode == 0
-    assert "jobs submitted" in told
+    assert "jobs submitted" in message
     wait_for("no job is left", lambda: not waiting(testbed), PATIENCE_S)
 
     testbed.slurm("scontrol", "update", "PartitionName=normal", "State=DRAIN")
-    played = play(testbed, made[:1], 0.0, threading.Event())
+    played = play(testbed, jobs[:1], 0.0, threading.Event())
     assert (played.planned, played.submitted, played.refused) == (1, 0, 1)
     assert "sbatch" in played.refusal
 

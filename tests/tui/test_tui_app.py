@@ -183,15 +183,15 @@ async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
         rig.monotonic.now += RED_S
         rig.app.draw()
         await rig.settle()
-        assert "data 20s old STALE" in rig.screen()[0]
+        assert "updated 20s ago STALE" in rig.screen()[0]
 
 
 async def test_details_of_a_run_and_back() -> None:
     members = [member("n2", 1), member("n1", allocation=AllocationKind.BASE, ends_in_s=7200.0)]
     other = run_view("other-2", members=[])
-    shown = run_view(members=members, change="absorbing n3", scalars={"lr": 0.125, "norm": None})
+    output = run_view(members=members, change="absorbing n3", scalars={"lr": 0.125, "norm": None})
     stories = event(1, text="of this one"), event(2, text="of another", run="other-2")
-    async with opened(snapshot(runs=[shown, other]), *stories) as rig:
+    async with opened(snapshot(runs=[output, other]), *stories) as rig:
         await rig.press("enter")
         text = rig.text()
         for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "m-n1", "base", "2h00m", "of this one"):
@@ -209,10 +209,10 @@ async def test_hostile_names_are_shown_as_they_are() -> None:
     run = run_view(name=evil, change=evil, message=evil, members=[member(evil)])
     poll = snapshot(nodes=[node_view(evil, NodeOwner.OURS, "digits-1")], runs=[run])
     async with opened(poll, event(1, text=evil), FallowError(evil), size=(160, 50)) as rig:
-        shown = rig.text()
-        assert shown.count("[red]x[/]") >= 4
-        assert "\x1b" not in shown
-        assert "\x07" not in shown
+        output = rig.text()
+        assert output.count("[red]x[/]") >= 4
+        assert "\x1b" not in output
+        assert "\x07" not in output
         await rig.press("enter")
         assert r"[red]x[/] \x1b]0;t\x07[@click=app.quit]y" in rig.text()
         await rig.press("d")

@@ -20,8 +20,8 @@ from fallow_tui.text import clean_item, figure
 from fallow_tui.view import KEEP_S, Cell, View
 
 
-def seen(*snapshots: Snapshot) -> View:
-    """What has become of these, each shown as many seconds after START as it is old."""
+def view_of(*snapshots: Snapshot) -> View:
+    """A view with these snapshots, each applied as many seconds after START as its `at`."""
     view = View()
     for each in snapshots:
         view.apply(each, each.at - START)
@@ -46,16 +46,16 @@ def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
     nodes += [node_view("n8", NodeOwner.OURS, "digits-1"), node_view("n9", NodeOwner.PLANNED)]
     nodes.append(node_view("x1", NodeOwner.OURS, "digits-1", ending=True))
     nodes.append(node_view("x2", NodeOwner.OURS, "digits-1"))
-    view = seen(snapshot(nodes=nodes, runs=[run_view(members=members)]))
+    view = view_of(snapshot(nodes=nodes, runs=[run_view(members=members)]))
     assert glyphs(view, view.cells.values()) == "Aa+-·▒×+◇-!"
 
 
 def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
-    idle, ours = [node_view("n1")], [node_view("n1", NodeOwner.OURS, "digits-1")]
+    idle, our_snapshot = [node_view("n1")], [node_view("n1", NodeOwner.OURS, "digits-1")]
     runs = [run_view(members=[member("n1")])]
-    view = seen(snapshot(START, nodes=idle, runs=[]), snapshot(START + 2, nodes=ours, runs=runs))
-    view.lost("gone", START + 4)
-    view.apply(snapshot(START + 6, nodes=ours, runs=runs), 6.0)
+    view = view_of(snapshot(START, nodes=idle, runs=[]), snapshot(START + 2, nodes=our_snapshot, runs=runs))
+    view.apply_disconnect("gone", START + 4)
+    view.apply(snapshot(START + 6, nodes=our_snapshot, runs=runs), 6.0)
     # The outage counts from the last data.
     assert glyphs(view, view.timeline(8, 1.0)["n1"]) == " ··    a"
     view.apply(snapshot(START + 8, nodes=idle, runs=[]), 8.0)
@@ -66,7 +66,7 @@ def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
 def test_history_is_bounded_but_still_knows_what_was_at_the_horizon() -> None:
     owners = [NodeOwner.IDLE, NodeOwner.OTHERS] * 5
     polls = ((START + number * KEEP_S / 4, node_view("n1", owner)) for number, owner in enumerate(owners))
-    marks = seen(*(snapshot(at, nodes=[shown], runs=[]) for at, shown in polls)).history["n1"]
+    marks = view_of(*(snapshot(at, nodes=[rows], runs=[]) for at, rows in polls)).history["n1"]
     assert len(marks) <= 6
     assert marks[0][0] <= START + 9 * KEEP_S / 4 - KEEP_S
 
@@ -76,13 +76,13 @@ def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> Non
     for seq in (1, 2, 2, 1):
         view.apply(event(seq), 0.0)
     assert [item.seq for item in view.events] == [1, 2]
-    view.lost("gone", START)
+    view.apply_disconnect("gone", START)
     view.apply(snapshot(last_event=0), 1.0)
     view.apply(event(1, text="new"), 1.0)
     assert [item.text for item in view.events] == ["new"]
 
 
-def _story(seed: int, seconds: int) -> tuple[View, list[EventRecord]]:
+def _play_demo(seed: int, seconds: int) -> tuple[View, list[EventRecord]]:
     cluster, view, events = DemoCluster(seed), View(), []
     for _ in range(seconds):
         events += cluster.advance()
@@ -91,7 +91,7 @@ def _story(seed: int, seconds: int) -> tuple[View, list[EventRecord]]:
 
 
 def test_the_story_has_growth_and_shrinkage_on_nodes_that_are_idle() -> None:
-    view, events = _story(7, 300)
+    view, events = _play_demo(7, 300)
     assert {"start", "absorb", "release"} <= {event.kind for event in events}
     rows = view.timeline(100, 2.0)
     assert any(len({cell.owner for cell in cells}) >= 3 for cells in rows.values())
@@ -102,12 +102,12 @@ async def test_the_source_streams_and_takes_no_requests() -> None:
     async for item in source.subscribe():
         if isinstance(item, Snapshot) and item.at > 1000.0:
             break
-    with pytest.raises(FallowError, match="made up"):
+    with pytest.raises(FallowError, match="simulated"):
         await source.call("shrink", run=item.runs[0].run, by=1)
 
 
 class Head:
-    """Answers as a head would."""
+    """Answers like a head."""
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         match method:
@@ -125,8 +125,8 @@ async def test_stream_and_calls_through_the_control_socket(tmp_path: Path) -> No
     server = ControlServer(paths.control, Head().handle)
     await server.start()
     try:
-        here = {"host": socket.gethostname(), "pid": os.getpid(), "control": str(paths.control)}
-        write_struct(paths.head_file, builders.head_file(**here))
+        local_paths = {"host": socket.gethostname(), "pid": os.getpid(), "control": str(paths.control)}
+        write_struct(paths.head_file, builders.head_file(**local_paths))
         source = HeadSource(paths)
         items = source.subscribe()
         assert [await anext(items) for _ in range(2)] == [snapshot(last_event=1), event(1)]

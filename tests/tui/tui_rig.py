@@ -1,4 +1,4 @@
-"""A head made of a queue, clocks that stand still, and a look at the screen."""
+"""A fake head made of a queue, clocks that stand still, and the text of the screen."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,14 +15,14 @@ from fallow_tui.app import TopApp
 
 DEADLINE_S = 60.0
 TURNS = 200
-"""Of the event loop, after each of which Textual has got further with what is under way."""
+"""Turns of the event loop that the rig waits for Textual; in each, Textual makes some progress."""
 START = 1_790_000_000.0
 
 
 def member(node: str, rank: int | None = 0, phase: MemberPhase = MemberPhase.MEMBER, **more: Any) -> MemberView:
     kind = more.pop("allocation", AllocationKind.HARVEST)
-    made = views.member(node, rank=rank, phase=phase, allocation=kind, workers=1, ends_in_s=300.0)
-    return views.changed(made, **{"member": f"m-{node}", "token": f"t-{node}"} | more)
+    view = views.member(node, rank=rank, phase=phase, allocation=kind, workers=1, ends_in_s=300.0)
+    return views.changed(view, **{"member": f"m-{node}", "token": f"t-{node}"} | more)
 
 
 def run_view(run: str = "digits-1", members: list[MemberView] | None = None, **more: Any) -> RunView:
@@ -31,8 +31,8 @@ def run_view(run: str = "digits-1", members: list[MemberView] | None = None, **m
         views.allocation(each.node, token=each.token, kind=each.allocation, ends_in_s=each.ends_in_s)
         for each in members
     ]
-    made = views.run(run=run, name=run.rsplit("-", 1)[0], members=members, allocations=jobs, max_nodes=4, limit=4)
-    return views.changed(made, **{"generation": 7, "step": 120, "total_steps": 1000, "loss": 0.731} | more)
+    view = views.run(run=run, name=run.rsplit("-", 1)[0], members=members, allocations=jobs, max_nodes=4, limit=4)
+    return views.changed(view, **{"generation": 7, "step": 120, "total_steps": 1000, "loss": 0.731} | more)
 
 
 def node_view(node: str, owner: NodeOwner = NodeOwner.IDLE, run: str | None = None, **more: Any) -> NodeView:
@@ -40,7 +40,7 @@ def node_view(node: str, owner: NodeOwner = NodeOwner.IDLE, run: str | None = No
 
 
 def snapshot(at: float = START, last_event: int = 0, **more: Any) -> Snapshot:
-    """Of a cluster with two nodes that train, one that is idle and one of somebody else's."""
+    """A cluster with two training nodes, one idle node and one node of another user."""
     names = {"n1": NodeOwner.OURS, "n2": NodeOwner.OURS, "n3": NodeOwner.OTHERS, "n4": NodeOwner.IDLE}
     nodes = [node_view(name, owner, "digits-1" if owner is NodeOwner.OURS else None) for name, owner in names.items()]
     head = views.head(cluster="meadow", poll_age_s=2.0, poll_interval_s=10.0)
@@ -54,12 +54,12 @@ def event(seq: int, kind: str = "absorb", text: str = "+n2 joined", run: str | N
 
 @dataclass
 class FakeSource:
-    """Hands out what the test puts in; remembers what it was asked for."""
+    """A head that sends the items of the test and records its requests."""
 
     name: str = ""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     refuse: Exception | None = None
-    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_request: asyncio.Event = field(default_factory=asyncio.Event)
     _items: asyncio.Queue[Snapshot | EventRecord | Exception] = field(default_factory=asyncio.Queue)
 
     async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
@@ -74,17 +74,17 @@ class FakeSource:
 
     async def call(self, method: str, **params: Any) -> None:
         self.calls.append((method, params))
-        self._asked.set()
+        self._has_request.set()
         if self.refuse is not None:
             raise self.refuse
 
     async def was_asked(self) -> None:
-        """Waits for the first request."""
+        """Wait for the first request."""
         async with asyncio.timeout(DEADLINE_S):
-            await self._asked.wait()
+            await self._has_request.wait()
 
     async def take(self, *items: Snapshot | EventRecord | Exception) -> None:
-        """Gives the items to the monitor and waits until it has taken them."""
+        """Give the items to the monitor, and wait until it has taken them."""
         for item in items:
             self._items.put_nowait(item)
         async with asyncio.timeout(DEADLINE_S):
@@ -93,7 +93,7 @@ class FakeSource:
 
 @dataclass
 class Rig:
-    """The monitor on a screen, with everything around it."""
+    """The monitor on a screen, with its source and clocks."""
 
     app: TopApp
     source: FakeSource
@@ -101,18 +101,18 @@ class Rig:
     pilot: Pilot[None]
 
     async def send(self, *items: Snapshot | EventRecord | Exception) -> None:
-        """Gives the items to the monitor and waits until they are on the screen."""
+        """Give the items to the monitor, and wait until the screen shows them."""
         await self.source.take(*items)
         await self.settle()
 
     async def press(self, *keys: str) -> None:
-        """Presses each key once what the one before has led to is on the screen."""
+        """Press each key as soon as the screen shows the effect of the previous key."""
         for key in keys:
             await self.pilot.press(key)
             await self.settle()
 
     async def settle(self) -> None:
-        """Lets the monitor do all that it has to do.
+        """Wait until the monitor has no work left.
 
         The pilot's own pause ends when the process gets little processor time, as on a busy machine. Turns of the event
         loop do not depend on the machine: each message of Textual's takes a few.
@@ -123,7 +123,7 @@ class Rig:
             await self.pilot.wait_for_scheduled_animations()
 
     def screen(self) -> list[str]:
-        """What is on the screen, line by line."""
+        """Lines of the screen."""
         return ["".join(segment.text for segment in strip) for strip in self.app.screen._compositor.render_strips()]
 
     def text(self) -> str:
@@ -137,7 +137,7 @@ async def opened(
     read_only: bool = False,
     notifications: bool = False,
 ) -> AsyncIterator[Rig]:
-    """The monitor as it shows these items."""
+    """The monitor with these items on its screen."""
     source, monotonic = FakeSource(), Clock(100.0)
     app = TopApp(source, read_only=read_only, monotonic=monotonic, wall=Clock(START), retry_s=0.0)
     async with app.run_test(size=size, notifications=notifications) as pilot:

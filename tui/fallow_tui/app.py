@@ -1,4 +1,4 @@
-"""`fallow top`: the application, and where it gets its data and sends its requests."""
+"""`fallow top`: the application, and the source of its data, which also takes its requests."""
 
 import asyncio
 import time
@@ -19,19 +19,19 @@ from fallow_tui.view import View
 CALL_S = 15.0
 RETRY_S = 2.0
 REDRAW_S = 1.0
-"""Ages on the screen move by themselves."""
+"""Seconds between drawings without new data: the ages on the screen grow."""
 
 
 class Source(Protocol):
-    """A head, as far as the monitor is concerned."""
+    """What the monitor needs of a head."""
 
     name: str
 
     def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """Snapshots and events from now on. Ends or raises when the head goes away; may be called again."""
+        """Snapshots and events from now on. Ends or raises if the connection ends. May be called again."""
 
     async def call(self, method: str, **params: Any) -> Any:
-        """Asks the head to do something; raises FallowError with what it answers otherwise."""
+        """Send a request to the head. Raises FallowError with the reason if the head refuses."""
 
 
 class HeadSource:
@@ -47,13 +47,13 @@ class HeadSource:
                 yield item
 
     async def call(self, method: str, **params: Any) -> Any:
-        # A connection of its own: the other one waits for an answer of its own.
+        # A connection of its own: that of `subscribe` is busy with its own answer.
         async with await ControlClient.connect(self._head_file) as client:
             return await client.call(method, timeout_s=CALL_S, **params)
 
 
 class TopApp(App[None]):
-    """Follows a source and draws what it says. Clocks come in from outside, so that tests need not wait."""
+    """Follows a source and draws its data. Clocks are arguments, so that tests need not wait."""
 
     TITLE = "fallow top"
     CSS_PATH = "app.tcss"
@@ -75,11 +75,11 @@ class TopApp(App[None]):
         self._monotonic = monotonic
         self._wall = wall
         self._retry_s = retry_s
-        self._drawing = False
+        self._is_drawing = False
 
     @property
     def mode(self) -> str:
-        """What is special about this monitor, for the header."""
+        """Words for the header, such as `demo` and `read only`."""
         return ", ".join(filter(None, (self.source.name, "read only" if self.read_only else "")))
 
     async def on_mount(self) -> None:
@@ -89,21 +89,21 @@ class TopApp(App[None]):
         self.run_worker(self._follow(), exclusive=True)
 
     def draw(self) -> None:
-        """Draws the view on the screens that are open."""
-        self._drawing = False
+        """Draw the view on all open screens."""
+        self._is_drawing = False
         for screen in self.screen_stack:
-            # Mounted comes before its parts are there; the next drawing is soon.
+            # A screen is mounted before its parts exist; it is drawn the next time.
             if isinstance(screen, OperatorScreen) and screen.is_mounted and screen.query(HeaderBar):
                 screen.show(self.view, self._monotonic())
 
     def _draw_soon(self) -> None:
         # A burst of events is drawn once.
-        if not self._drawing:
-            self._drawing = True
+        if not self._is_drawing:
+            self._is_drawing = True
             self.call_next(self.draw)
 
     async def _follow(self) -> None:
-        """Keeps a subscription for as long as the monitor runs; the last data stays while the head is away."""
+        """Keep a subscription while the monitor runs. The last data stays while the head cannot be reached."""
         while True:
             reason = "the head closed the connection"
             try:
@@ -111,15 +111,15 @@ class TopApp(App[None]):
                     self.view.apply(item, self._monotonic())
                     self._draw_soon()
             except Exception as error:
-                # Whatever went wrong with the head is for the header, never a traceback over the screen.
+                # Show any error in the header, never as a traceback over the screen.
                 reason = clean(str(error)) or type(error).__name__
-            self.view.lost(reason, self._wall())
+            self.view.apply_disconnect(reason, self._wall())
             self._draw_soon()
             await asyncio.sleep(self._retry_s)
 
 
 def main(read_only: bool = False, demo: bool = False) -> int:
-    """Runs the monitor until it is quit; the exit code."""
+    """Run the monitor until the user quits. Returns the exit code."""
     app = TopApp(DemoSource() if demo else HeadSource(), read_only=read_only)
     app.run()
     return app.return_code or int(Exit.OK)

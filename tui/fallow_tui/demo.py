@@ -1,4 +1,4 @@
-"""A make-believe cluster for `fallow top --demo`, for tests and for pictures. Seeded: the same story every time."""
+"""A simulated cluster for `fallow top --demo`, for tests and for pictures. The same seed gives the same events."""
 
 import asyncio
 import random
@@ -26,11 +26,11 @@ from fallow.model import (
 )
 
 START_S = 6.0
-"""From allocation to member."""
+"""Seconds from an allocation to the membership of its node."""
 LEAVE_S = 2.0
 POLL_S = 5.0
 WARM_UP = 200
-"""Seconds of story before the first picture, so that the timeline has something to tell."""
+"""Seconds that are simulated before the first picture, so that the timeline is not empty."""
 
 
 @dataclass(slots=True)
@@ -41,19 +41,19 @@ class _Node:
     kind: AllocationKind = AllocationKind.HARVEST
     phase: MemberPhase = MemberPhase.STARTING
     ends_at: float = 0.0
-    "of our job there"
+    "Unix time at which our job on the node ends"
     number: int = 0
-    "of the run's member there, in order of arrival"
+    "number of the run's member on the node, in order of arrival"
 
 
 @dataclass(slots=True)
 class _Run:
     run: str
     name: str
-    base: int
-    most: int
-    total: int
-    rate: float
+    base_nodes: int
+    max_nodes: int
+    total_steps: int
+    samples_per_s: float
     step: float
     generation: int = 0
     nodes: list[_Node] = field(default_factory=list)
@@ -61,13 +61,13 @@ class _Run:
 
 
 class DemoCluster:
-    """Virtual time only: `advance` moves it by one second and returns what happened."""
+    """The simulated cluster. `advance` moves its virtual time by one second and returns the events."""
 
     def __init__(self, seed: int = 7, nodes: int = 24, start: float = 0.0) -> None:
         self.at = self._started = start
         self._random = random.Random(seed)
         self._events: list[EventRecord] = []
-        "of this second"
+        "events of the current second"
         self._seq = 0
         self._runs = [
             _Run("llama-sft-0412", "llama-sft", 2, 10, 98_000, 310.0, 18_240.0),
@@ -75,22 +75,22 @@ class DemoCluster:
             _Run("gnn-ogb", "gnn-ogb", 1, 4, 96_000, 2400.0, 3_180.0),
         ]
         self._nodes = [_Node(f"gpu{number:03}") for number in range(1, nodes + 1)]
-        base = [run for run in self._runs for _ in range(run.base)]
-        # The last node is down for good.
-        self._lives = [self._life(node, run) for node, run in zip_longest(self._nodes[:-1], base)]
-        self._next = [start + next(life) for life in self._lives]
-        "when what each node is now is over"
+        base_runs = [run for run in self._runs for _ in range(run.base_nodes)]
+        # The last node stays down.
+        self._lifetimes = [self._lifetime(node, run) for node, run in zip_longest(self._nodes[:-1], base_runs)]
+        self._next_change_at = [start + next(life) for life in self._lifetimes]
+        "times at which the nodes' states change next"
 
     def advance(self) -> list[EventRecord]:
-        """One second passes."""
+        """Move the time by one second; return its events."""
         self.at += 1.0
         self._events = []
-        for number, life in enumerate(self._lives):
-            if self.at >= self._next[number]:
-                self._next[number] = self.at + next(life)
+        for number, life in enumerate(self._lifetimes):
+            if self.at >= self._next_change_at[number]:
+                self._next_change_at[number] = self.at + next(life)
         for run in self._runs:
             members = [node for node in run.nodes if node.phase is MemberPhase.MEMBER]
-            run.step = min(run.total, run.step + 0.6 * len(members) ** 0.9)
+            run.step = min(run.total_steps, run.step + 0.6 * len(members) ** 0.9)
         return self._events
 
     def snapshot(self) -> Snapshot:
@@ -126,9 +126,9 @@ class DemoCluster:
         ]
         return Snapshot(at=self.at, head=head, nodes=nodes, runs=runs, last_event=self._seq)
 
-    def _life(self, node: _Node, run: _Run | None) -> Iterator[float]:
-        """What happens to a node, one thing after the other; yields for how long each lasts."""
-        lasts_s, dice = self._random.uniform, self._random.random
+    def _lifetime(self, node: _Node, run: _Run | None) -> Iterator[float]:
+        """States of a node, one after the other. Yields how many seconds each lasts."""
+        lasts_s, chance = self._random.uniform, self._random.random
         if run is not None:
             yield from self._serve(node, run, AllocationKind.BASE, 5400.0)
         while True:
@@ -138,17 +138,17 @@ class DemoCluster:
             yield lasts_s(30, 240)
             node.owner = NodeOwner.IDLE
             yield lasts_s(2, 9)
-            while dice() < 0.7 and (wanting := [run for run in self._runs if len(run.nodes) < run.most]):
-                run, hole_s = min(wanting, key=lambda run: len(run.nodes) / run.most), lasts_s(25, 160)
-                self._tell(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole_s:.0f} s")
+            while chance() < 0.7 and (candidates := [run for run in self._runs if len(run.nodes) < run.max_nodes]):
+                run, hole_s = min(candidates, key=lambda run: len(run.nodes) / run.max_nodes), lasts_s(25, 160)
+                self._add_event(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole_s:.0f} s")
                 yield from self._serve(node, run, AllocationKind.HARVEST, hole_s)
-                if dice() < 0.7:
+                if chance() < 0.7:
                     break
                 node.owner = NodeOwner.IDLE
                 yield lasts_s(4, 12)
 
     def _serve(self, node: _Node, run: _Run, kind: AllocationKind, seconds: float) -> Iterator[float]:
-        """A node is a run's, from the start of the job to its end."""
+        """The time of a node in a run, from the start of the job to its end."""
         node.owner, node.run, node.kind = NodeOwner.OURS, run.run, kind
         node.phase, node.ends_at = MemberPhase.STARTING, self.at + seconds
         node.number, run.arrivals = run.arrivals, run.arrivals + 1
@@ -158,21 +158,21 @@ class DemoCluster:
         run.generation += 1
         pause_s = self._random.uniform(0.09, 0.22)
         how = f"joined at step {int(run.step)} after {pause_s:.2f} s of pause"
-        self._tell(run, "start" if run.generation == 1 else "absorb", f"+{node.name} {how}")
+        self._add_event(run, "start" if run.generation == 1 else "absorb", f"+{node.name} {how}")
         is_lost = self._random.random() < 0.04
         yield (seconds - START_S) * (self._random.random() if is_lost else 1.0)
         if is_lost:
-            self._tell(run, "eject", f"-{node.name} stopped answering; one step was done again")
+            self._add_event(run, "eject", f"-{node.name} stopped answering; one step was done again")
         else:
             why = f"job {self._random.randint(71_000, 72_000)} of another user needs it"
-            self._tell(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}")
+            self._add_event(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}")
             node.phase = MemberPhase.LEAVING
             yield LEAVE_S
         run.nodes.remove(node)
         run.generation += 1
         node.run = None
 
-    def _tell(self, run: _Run, kind: str, text: str) -> None:
+    def _add_event(self, run: _Run, kind: str, text: str) -> None:
         self._seq += 1
         self._events.append(EventRecord(seq=self._seq, at=self.at, run=run.run, kind=kind, text=text))
 
@@ -194,20 +194,20 @@ class DemoCluster:
             for number, node in enumerate(run.nodes)
         ]
         size = sum(member.phase is MemberPhase.MEMBER for member in members)
-        moving = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
+        changing_nodes = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
         return RunView(
             run=run.run,
             name=run.name,
             status=RunStatus.TRAINING if size else RunStatus.WAITING,
-            min_nodes=run.base,
-            max_nodes=run.most,
-            limit=run.most,
+            min_nodes=run.base_nodes,
+            max_nodes=run.max_nodes,
+            limit=run.max_nodes,
             generation=run.generation,
             step=int(run.step),
-            total_steps=run.total,
+            total_steps=run.total_steps,
             epoch=int(run.step) // 1000,
             loss=6.0 / (1.0 + run.step / 900) + 0.9,
-            samples_per_s=run.rate * size**0.97 * self._random.uniform(0.98, 1.02),
+            samples_per_s=run.samples_per_s * size**0.97 * self._random.uniform(0.98, 1.02),
             members=members,
             allocations=[
                 AllocationView(
@@ -221,13 +221,13 @@ class DemoCluster:
                 )
                 for node in run.nodes
             ],
-            change=f"waiting for {', '.join(moving)}" if moving else None,
+            change=f"waiting for {', '.join(changing_nodes)}" if changing_nodes else None,
             created_at=self._started,
         )
 
 
 class DemoSource:
-    """The make-believe cluster in real time, one second at a time."""
+    """The simulated cluster in real time, one second at a time."""
 
     name = "demo"
 
@@ -245,4 +245,4 @@ class DemoSource:
             yield self._cluster.snapshot()
 
     async def call(self, method: str, **params: Any) -> Any:
-        raise FallowError(f"{method}: the cluster is made up; it takes no requests", Exit.USAGE)
+        raise FallowError(f"{method}: the cluster is simulated and takes no requests", Exit.USAGE)

@@ -67,7 +67,7 @@ def run_colour(view: View, run: str) -> str:
 
 
 def run_letter(view: View, run: str) -> str:
-    """A to Z."""
+    """The run's letter, A to Z."""
     return chr(ord("A") + view.number(run) % 26)
 
 
@@ -77,9 +77,9 @@ def run_badge(view: View, run: str) -> Text:
 
 
 def glyph(view: View, cell: Cell) -> tuple[str, Style]:
-    """One character: `A` member on a base node, `a` on a harvested one, `+` coming, `-` leaving, `!` silent.
+    """A node's character: `A` member on a base node, `a` on a harvested node, `+` starting, `-` leaving, `!` silent.
 
-    Of a node that is not ours, it is its owner's.
+    A node that is not ours has the character of its owner.
     """
     if cell.owner is not NodeOwner.OURS or cell.run is None:
         return OWNERS[cell.owner]

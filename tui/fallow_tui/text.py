@@ -1,6 +1,6 @@
-"""Small formats, and the gate through which everything from outside passes before it is kept.
+"""Formats of numbers and times, and `clean_item`, which makes everything from the head safe for a terminal.
 
-Widgets draw with `rich.text.Text`, which does not read markup; control characters are made visible here.
+Widgets draw with `rich.text.Text`, which does not read markup; `clean_item` makes control characters visible.
 """
 
 import re
@@ -22,7 +22,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def clean_item(item: Item) -> Item:
-    """The same item with every string in it fit for a terminal."""
+    """Return the item with all its strings made safe for a terminal."""
     raw = msgspec.json.encode(item)
     if not _SUSPECT.search(raw):
         return item
@@ -40,7 +40,7 @@ def _walk(value: Any) -> Any:
 
 
 def fit(text: str, width: int) -> str:
-    """Exactly `width` cells: padded, or cut with an ellipsis."""
+    """Pad a text to `width` cells, or cut it with an ellipsis."""
     if cell_len(text) <= width:
         return set_cell_size(text, width)
     return set_cell_size(text, width - 1) + "…" if width > 1 else "…"[:width]
@@ -50,14 +50,14 @@ def duration(seconds: float | None) -> str:
     """At most six characters: `8s`, `4:05`, `2h07m`, `3d04h`; `-` where unknown."""
     if seconds is None:
         return "-"
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02}"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+    whole_s = max(0, int(seconds))
+    if whole_s < 60:
+        return f"{whole_s}s"
+    if whole_s < 3600:
+        return f"{whole_s // 60}:{whole_s % 60:02}"
+    if whole_s < 86400:
+        return f"{whole_s // 3600}h{whole_s % 3600 // 60:02}m"
+    return f"{whole_s // 86400}d{whole_s % 86400 // 3600:02}h"
 
 
 def count(number: float) -> str:
@@ -71,7 +71,7 @@ def count(number: float) -> str:
 def figure(value: float | None) -> str:
     """At most six characters of a number of any size: `2.248`, `0.0015`, `1.8e-05`, `-1e+20`; `-` where unknown.
 
-    A number that is cut instead would be another number: `1.754e-05` begins like `1.754`.
+    Cutting the digits would make another number: `1.754e-05` begins like `1.754`.
     """
     if value is None:
         return "-"
@@ -89,8 +89,8 @@ def clock(at: float) -> str:
 
 def sparkline(values: list[float], width: int) -> str:
     """The newest `width` values as bars from zero, right aligned."""
-    shown = values[-width:]
-    top = max(shown, default=0.0)
+    newest = values[-width:]
+    top = max(newest, default=0.0)
     if top <= 0:
-        return (SPARKS[0] * len(shown)).rjust(width)
-    return "".join(SPARKS[min(7, int(max(0.0, value) / top * 7.99))] for value in shown).rjust(width)
+        return (SPARKS[0] * len(newest)).rjust(width)
+    return "".join(SPARKS[min(7, int(max(0.0, value) / top * 7.99))] for value in newest).rjust(width)

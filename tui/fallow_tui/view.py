@@ -1,4 +1,4 @@
-"""What the screens show, reduced from the head's stream. Pure: times come in as arguments, nothing is drawn here."""
+"""The data of the screens, reduced from the head's stream. Pure: times are arguments, and nothing is drawn here."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,18 +20,18 @@ from fallow_tui.text import clean_item
 
 KEEP_EVENTS = 2000
 KEEP_S = 2 * 3600.0
-"""How far back the timeline goes."""
+"""Seconds that the timeline keeps."""
 RATE_EVERY_S = 5.0
 KEEP_RATES = 64
 YELLOW_S = 6.0
 RED_S = 20.0
 
 CHANGES = frozenset({*ChangeKind, *RunStatus, "suspend", "lost"})
-"""Kinds of events that say why the membership changed."""
+"""Kinds of events that explain changes of the membership."""
 
 
 class Freshness(StrEnum):
-    """How much the data may be trusted by its age."""
+    """How old the data is."""
 
     FRESH = "fresh"
     AGING = "aging"
@@ -40,14 +40,14 @@ class Freshness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one node (or, without Slurm, one member) is at one moment."""
+    """State of one node (or, without Slurm, of one member) at one time."""
 
     owner: NodeOwner | None
     "None: no data"
     run: str | None = None
     kind: AllocationKind | None = None
     phase: MemberPhase | None = None
-    "None: held, but its agent has not come yet"
+    "None: the node is allocated, but its agent has not connected yet"
 
 
 NO_DATA = Cell(None)
@@ -55,42 +55,42 @@ NO_DATA = Cell(None)
 
 @dataclass(slots=True)
 class View:
-    """State of the monitor. `apply` takes what the head sends, `lost` the end of the connection."""
+    """State of the monitor, updated by what the head sends and by the loss of the connection."""
 
     snapshot: Snapshot | None = None
     received: float = 0.0
-    "monotonic time of the last snapshot"
+    "monotonic time at which the last snapshot came"
     away_since: float | None = None
     "Unix time since which the head cannot be reached"
     away_reason: str = ""
     events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=KEEP_EVENTS))
     cells: dict[str, Cell] = field(default_factory=dict)
     history: dict[str, list[tuple[float, Cell]]] = field(default_factory=dict)
-    "per row: what it became, and when (Unix time of the head), oldest first"
-    ours: set[str] = field(default_factory=set)
+    "row -> its changes, as (Unix time of the head, new state), oldest first"
+    our_rows: set[str] = field(default_factory=set)
     "rows that were ours at some time"
     rates: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
-    "of runs, in the order in which they were first heard of"
+    "run -> number, in the order in which the runs appeared"
     _last_seq: int = -1
 
     def apply(self, item: Snapshot | EventRecord, now: float) -> None:
-        """Takes one item of the stream; `now` is monotonic."""
+        """Apply one item of the stream. `now` is monotonic time."""
         if isinstance(item, EventRecord):
             self._add_event(clean_item(item))
         else:
             self._add_snapshot(clean_item(item), now)
 
-    def lost(self, reason: str, at: float) -> None:
-        """The head cannot be reached since `at` (Unix time; the first call of an outage counts)."""
+    def apply_disconnect(self, reason: str, at: float) -> None:
+        """Note that the head cannot be reached since `at` (Unix time). The first call of an outage counts."""
         if self.away_since is None:
             self.away_since = at
             if self.snapshot is not None:
                 for row in self.cells:
-                    self._note(row, self.snapshot.at, NO_DATA)
+                    self._add_mark(row, self.snapshot.at, NO_DATA)
         self.away_reason = reason
 
-    # -- questions ----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     def age(self, now: float) -> float | None:
         """Seconds since the last snapshot."""
@@ -117,11 +117,11 @@ class View:
         return next((view for view in nodes if view.node == node), None)
 
     def number(self, run: str) -> int:
-        """The run's number by first appearance, from 0; letters and colours go by it."""
+        """Number of a run, from 0, in order of appearance. It selects the letter and the colour."""
         return self._numbers[run]
 
     def next_release(self, run: RunView, now: float) -> float | None:
-        """Seconds until the first node of the run goes away."""
+        """Seconds until the first allocation of the run ends."""
         ends = [member.ends_in_s for member in run.members if member.ends_in_s is not None]
         ends += [allocation.ends_in_s for allocation in run.allocations if allocation.ends_in_s is not None]
         return max(0.0, min(ends) - (now - self.received)) if ends else None
@@ -131,33 +131,33 @@ class View:
 
     def changes(self, limit: int) -> list[EventRecord]:
         """The newest membership changes, newest first."""
-        found: list[EventRecord] = []
+        newest: list[EventRecord] = []
         for event in reversed(self.events):
-            if len(found) == limit:
+            if len(newest) == limit:
                 break
             if event.kind in CHANGES:
-                found.append(event)
-        return found
+                newest.append(event)
+        return newest
 
     def timeline(self, columns: int, column_s: float) -> dict[str, list[Cell]]:
-        """Rows that were ours at some time shown, those that changed first, as `columns` cells up to now."""
+        """Rows that were ours at some time shown, as `columns` cells up to now. Rows with changes come first."""
         if self.snapshot is None:
             return {}
-        # Columns start at multiples of their length, so that the picture moves by whole columns.
+        # Columns begin at multiples of their length, so that the picture moves by whole columns.
         last = self.snapshot.at // column_s * column_s
         ends = [last + column_s * (2 - columns + number) for number in range(columns)]
         rows: dict[str, list[Cell]] = {}
-        for row in sorted(self.ours):
+        for row in sorted(self.our_rows):
             cells = list(_sample(self.history[row], ends))
             if any(cell.owner is NodeOwner.OURS for cell in cells):
                 rows[row] = cells
-        # Where little fits, what changed says more than what stayed.
+        # If few rows fit, rows with changes say most.
         return dict(sorted(rows.items(), key=lambda item: len(set(item[1])) == 1))
 
     # -- reduction ----------------------------------------------------------------------------------------------
 
     def _add_event(self, event: EventRecord) -> None:
-        # A new subscription may repeat what we have.
+        # A new subscription may repeat events.
         if event.seq > self._last_seq:
             self._last_seq = event.seq
             self.events.append(event)
@@ -167,17 +167,17 @@ class View:
         if self.away_since is not None:
             self.away_since, self.away_reason = None, ""
             if snapshot.last_event < self._last_seq:
-                # Numbers never go back over the life of a state folder: this is another one.
+                # Event numbers only grow in a state folder, so this is another state folder.
                 self.events.clear()
                 self._last_seq = -1
         self.snapshot, self.received = snapshot, now
         cells = _cells(snapshot)
         for row in self.cells.keys() - cells.keys():
-            self._note(row, snapshot.at, NO_DATA)
+            self._add_mark(row, snapshot.at, NO_DATA)
         for row, cell in cells.items():
-            self._note(row, snapshot.at, cell)
+            self._add_mark(row, snapshot.at, cell)
         self.cells = cells
-        # Runs that go on come first: there are 26 letters, and fewer colours.
+        # Runs that have not ended come first: there are 26 letters, and fewer colours.
         runs = sorted(snapshot.runs, key=lambda run: run.status.ended)
         self._name_runs([*(run.run for run in runs), *(cell.run for cell in cells.values())])
         for run in runs:
@@ -188,14 +188,14 @@ class View:
             if run is not None:
                 self._numbers.setdefault(run, len(self._numbers))
 
-    def _note(self, row: str, at: float, cell: Cell) -> None:
+    def _add_mark(self, row: str, at: float, cell: Cell) -> None:
         marks = self.history.setdefault(row, [])
         if marks and marks[-1][1] == cell:
             return
         marks.append((at, cell))
         if cell.owner is NodeOwner.OURS:
-            self.ours.add(row)
-        # The newest mark before the horizon still says what the row was at the horizon.
+            self.our_rows.add(row)
+        # Keep the newest mark before the horizon: it has the state at the horizon.
         while len(marks) > 1 and marks[1][0] < at - KEEP_S:
             del marks[0]
 
@@ -209,20 +209,20 @@ class View:
 
 
 def _sample(marks: list[tuple[float, Cell]], ends: list[float]) -> Iterator[Cell]:
-    """What the row was at the end of each column."""
-    position, current = 0, NO_DATA
+    """State of a row at the end of each column."""
+    position, cell = 0, NO_DATA
     for end in ends:
         while position < len(marks) and marks[position][0] < end:
-            current = marks[position][1]
+            cell = marks[position][1]
             position += 1
-        yield current
+        yield cell
 
 
 def _cells(snapshot: Snapshot) -> dict[str, Cell]:
-    """One cell per node; members stand for themselves where no Slurm names their nodes."""
+    """One cell per node, or per member if Slurm does not list its node."""
     kinds: dict[str, tuple[str, AllocationKind]] = {}
     phases: dict[str, MemberPhase] = {}
-    known = {node.node for node in snapshot.nodes}
+    node_names = {node.node for node in snapshot.nodes}
     cells: dict[str, Cell] = {}
     for run in snapshot.runs:
         for allocation in run.allocations:
@@ -232,10 +232,10 @@ def _cells(snapshot: Snapshot) -> dict[str, Cell]:
             if member.phase is MemberPhase.GONE:
                 continue
             kinds[member.node] = (run.run, member.allocation)
-            # Of several members on a node the one that is furthest into the membership speaks for it.
+            # Of several members on a node, show the one with the highest rank below.
             if _RANK[member.phase] >= _RANK[phases.get(member.node)]:
                 phases[member.node] = member.phase
-            if member.node not in known:
+            if member.node not in node_names:
                 cells[member.member] = Cell(NodeOwner.OURS, run.run, member.allocation, member.phase)
     for node in snapshot.nodes:
         if node.owner is not NodeOwner.OURS:

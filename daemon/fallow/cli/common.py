@@ -1,6 +1,6 @@
-"""What all commands share: talking to the head, printing, and how errors are told.
+"""What all commands share: calls to the head, options, tables, JSON and error messages.
 
-Tables have aligned columns; they are coloured on a terminal, and plain and unshortened in a pipe.
+Tables have aligned columns. They are coloured on a terminal, and plain and uncut in a pipe.
 """
 
 import signal
@@ -33,11 +33,11 @@ STYLES = {
     "FAIL": "red",
 }
 
-_FOLDED = 24
-"""Narrower than this no cell is folded."""
+_MIN_WIDTH = 24
+"""Width of a column, in characters, below which its cells are not folded."""
 
 _PIPE_WIDTH = 4000
-"""Wider than any row: in a pipe nothing is cut or folded."""
+"""Width of a table in a pipe, in characters: wider than any row, so that nothing is cut or folded."""
 
 
 def json_option(command: F) -> F:
@@ -46,20 +46,20 @@ def json_option(command: F) -> F:
 
 def restart_option(command: F) -> F:
     text = (
-        "For a script as torchrun runs it, which knows nothing of Fallow: COMMAND is started again at every change of "
-        "the membership, at a moment of the head's choosing, and goes on from what it has saved. Its processes meet in "
-        "torch's TCPStore, which lets in whoever reaches the node's address."
+        "For a torchrun script that does not use Fallow's API. COMMAND is started again at every change of the "
+        "membership, at a time that the head chooses, and continues from its own checkpoint. Its processes connect "
+        "through torch's TCPStore, which accepts anybody who can reach the node's address."
     )
     return click.option("--restart", is_flag=True, help=text)(command)
 
 
 class Finite(click.FloatRange):
-    """A range of numbers; unlike click's it has no place for `nan`, nor for `inf` or 1e300 where it is open."""
+    """A range of finite numbers. Unlike click's range it rejects `nan`, `inf` and numbers beyond 1e12."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
-        if not abs(number) <= 1e12:  # JSON would make a null of what that leads to
-            self.fail(f"{value} is no number to count with.", param, ctx)
+        if not abs(number) <= 1e12:  # JSON would write results such as infinity as null
+            self.fail(f"{value} is not a number, or too large.", param, ctx)
         return float(number)
 
 
@@ -68,7 +68,11 @@ def ask(method: str, **params: Any) -> Any: ...
 @overload
 def ask(method: str, type_: type[T], **params: Any) -> T: ...
 def ask(method: str, type_: Any = Any, **params: Any) -> Any:
-    """One request to the head of the state folder in force. A wrong configuration is refused, as by the head."""
+    """Send one request to the head of this state folder and return its answer.
+
+    Raises:
+        FallowError: the configuration is wrong, the head cannot be reached, or it refuses the request.
+    """
     from fallow.config import load_config
     from fallow.control.client import call
     from fallow.files import Paths
@@ -80,9 +84,9 @@ def ask(method: str, type_: Any = Any, **params: Any) -> Any:
 
 
 def play_in(folder: Path, play: Coroutine[Any, Any, T]) -> T:
-    """Run what has its logs in a folder, which is named if it does not come to its end.
+    """Run a coroutine that writes its logs into `folder`. If it fails, tell the user where the logs are.
 
-    SIGTERM ends it as Ctrl-C does, so that nothing that it started is left behind.
+    SIGTERM cancels the coroutine as Ctrl-C does, so that it ends its child processes.
     """
     import asyncio
 
@@ -103,7 +107,7 @@ def play_in(folder: Path, play: Coroutine[Any, Any, T]) -> T:
 
 
 def tell(value: T, as_json: bool, show: Callable[[T], object]) -> None:
-    """Prints a result: with --json one JSON value, else what `show` makes of it for people."""
+    """Print a result: as one JSON value with --json, else with `show`."""
     if as_json:
         print_json(value)
     else:
@@ -115,13 +119,18 @@ def print_json(value: Any) -> None:
 
 
 def json_text(value: Any, indent: int = 2) -> str:
-    """A value as JSON, exact, in characters that standard output has and no terminal obeys; indent -1: on one line."""
+    """Encode a value as JSON. Escapes control characters, and characters that standard output cannot encode.
+
+    Args:
+        value: anything that msgspec encodes.
+        indent: spaces per level; -1: all on one line.
+    """
     import msgspec
 
     try:
         encoded = msgspec.json.encode(value)
     except UnicodeEncodeError:
-        # A file name that is no UTF-8: JSON has a way to write such a name, and only Python's own encoder takes it.
+        # A file name that is not UTF-8. JSON can hold it, but only Python's own encoder writes it.
         import json
 
         return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent if indent >= 0 else None)
@@ -130,12 +139,12 @@ def json_text(value: Any, indent: int = 2) -> str:
 
 
 def say(text: str) -> None:
-    """To standard error: diagnostics never mix with results."""
+    """Print a diagnostic on standard error, so that it does not mix with results."""
     sys.stderr.write(f"fallow: {clean_block(text)}\n")
 
 
 def print_error(error: FallowError, as_json: bool) -> None:
-    """One clear line on standard error; with --json one JSON value on standard output."""
+    """Print an error: one line on standard error, or with --json one JSON value on standard output."""
     if as_json:
         print_json({"error": {"code": int(error.code), "message": error.message}})
     else:
@@ -143,9 +152,9 @@ def print_error(error: FallowError, as_json: bool) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows under upper-case column names. Cells are sanitized and never taken as markup.
+    """Print rows under upper-case column names. Control characters are escaped, and markup is not interpreted.
 
-    On a terminal long cells are folded. Where even that leaves no room for all columns, each row is a paragraph.
+    On a terminal long cells are folded. If the columns still do not fit, each row becomes a paragraph.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -156,32 +165,32 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console = Console(file=sys.stdout, width=None if terminal else _PIPE_WIDTH, highlight=False)
     rows = [[clean(cell, 512) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
-    if terminal and widths[0] + sum(min(width, _FOLDED) + 2 for width in widths[1:]) > console.width:
+    if terminal and widths[0] + sum(min(width, _MIN_WIDTH) + 2 for width in widths[1:]) > console.width:
         _show_paragraphs(columns, rows, console.width)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
-        # On a narrow terminal names that other commands take stay whole, and the rest is folded, not cut.
+        # The first column has names that other commands take: these stay on one line. Other cells are folded.
         table.add_column(Text(clean(column)), no_wrap=not terminal or number == 0, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    with console.capture() as captured:
+    with console.capture() as capture:
         console.print(table)
-    # Rich pads the last column, too: trailing blanks are of no use to anybody.
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    # Rich pads the last column, too; remove these blanks.
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
 
 
 def _show_paragraphs(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """The first cell of each row, and below it the others with their names."""
-    for first, *others in rows:
-        # The blank between a name and its cell is one at which no line is broken.
-        named = "  ".join(f"{name}\xa0{cell}" for name, cell in zip(columns[1:], others, strict=True) if cell)
-        lines = textwrap.wrap(named, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    """Print the first cell of each row, and below it the other cells with their column names."""
+    for first, *cells in rows:
+        # A no-break space between a name and its cell keeps both on one line.
+        text = "  ".join(f"{name}\xa0{cell}" for name, cell in zip(columns[1:], cells, strict=True) if cell)
+        lines = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         sys.stdout.write("\n".join([f"{columns[0]} {first}", *lines]).replace("\xa0", " ") + "\n")
 
 
 def show_items(columns: Mapping[str, Callable[[T], str]], items: Iterable[T]) -> None:
-    """Prints a row for each item; each column has what makes its cell."""
+    """Print a row for each item. `columns` maps a column's name to the function that makes its cell."""
     show_table(list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
@@ -189,14 +198,14 @@ def duration(seconds: float | None) -> str:
     """`1-02:03:04`, as Slurm writes it; `-` for unknown."""
     if seconds is None:
         return "-"
-    whole = max(int(seconds), 0)
-    days, rest = divmod(whole, 86_400)
-    clock = f"{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    whole_s = max(int(seconds), 0)
+    days, second_of_day = divmod(whole_s, 86_400)
+    clock = f"{second_of_day // 3600:02}:{second_of_day % 3600 // 60:02}:{second_of_day % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 
 def moment(at: float) -> str:
-    """Local time of the day with its date, for people."""
+    """Local date and time, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 

@@ -1,4 +1,4 @@
-"""`fallow doctor`: looks at everything that Fallow needs, and says what to do about what is missing."""
+"""`fallow doctor`: check everything that Fallow needs, and say how to mend what is missing."""
 
 import asyncio
 import importlib.util
@@ -25,7 +25,7 @@ from fallow.files import Paths, network_filesystem, private_dir
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, HeadView, Snapshot
 from fallow.text import clean
 
-_NOT_USED = ", which no other host reaches; the head takes another address, see below"
+_LOOPBACK_NOTE = ", which no other host reaches; the head takes another address, see below"
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
@@ -33,27 +33,27 @@ HEAD_S = 10.0
 
 
 @click.command(short_help="Check this machine and this cluster.")
-@click.option("--gpu", is_flag=True, help="In an allocation: its GPUs, and the network between its nodes.")
+@click.option("--gpu", is_flag=True, help="In an allocation: check its GPUs and the network between its nodes.")
 @json_option
 def doctor(gpu: bool, as_json: bool) -> int:
-    """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
+    """Check what Fallow needs here. Each line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
     if gpu:
         from fallow.nodecheck import launch
 
-        say(f"all-reduces among the nodes take {launch.MEASURED_S:g} s, and starting them about as long")
-        found = launch.examine()
+        say(f"measuring all-reduces between the nodes takes {launch.MEASURED_S:g} s, starting them about as long")
+        results = launch.examine()
     else:
-        found = examine()
-    level = checks.worst(found)
-    tell({"level": level, "checks": found}, as_json, lambda _: show(found))
+        results = examine()
+    level = checks.worst(results)
+    tell({"level": level, "checks": results}, as_json, lambda _: show(results))
     return Exit.UNAVAILABLE if level is Level.FAIL else Exit.OK
 
 
-def show(found: Iterable[Check]) -> None:
-    """Prints each check in a line, and what to do in the next."""
-    for check in found:
+def show(results: Iterable[Check]) -> None:
+    """Print each check on a line, and what to do on the next line."""
+    for check in results:
         level = f"{check.level.value:<5}"
-        # Rich's tables keep to it by themselves.
+        # Rich obeys NO_COLOR, click does not.
         level = level if os.environ.get("NO_COLOR") else click.style(level, fg=STYLES[check.level])
         click.echo(f"{level} {clean(check.name)}: {clean(check.text)}")
         if check.fix:
@@ -61,29 +61,29 @@ def show(found: Iterable[Check]) -> None:
 
 
 def examine() -> list[Check]:
-    """All verdicts, in the order in which things depend on each other."""
-    found = [guarded("configuration", _configuration), guarded("host name", _host_name)]
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
-    found.append(checks.slurm_commands(missing))
+    """Make all checks, in the order in which they depend on each other."""
+    results = [guarded("configuration", _configuration), guarded("host name", _host_name)]
+    missing_commands = [name for name in COMMANDS if shutil.which(name) is None]
+    results.append(checks.slurm_commands(missing_commands))
     cluster: ClusterState | None = None
     controllers: list[str] = []
-    if not missing:
+    if not missing_commands:
         slurm, cluster, controllers = _slurm()
-        found.extend(slurm)
-    found.append(guarded("state folder", lambda: _state_folder(cluster)))
-    found.append(guarded("runtime folder", _runtime_folder))
-    found.append(guarded("store", _store))
-    found.append(_torch())
-    found.extend(_head(cluster, controllers))
-    # A head opens as many files as it is let; -1 is no limit.
+        results.extend(slurm)
+    results.append(guarded("state folder", lambda: _state_folder(cluster)))
+    results.append(guarded("runtime folder", _runtime_folder))
+    results.append(guarded("store", _store))
+    results.append(_torch())
+    results.extend(_head(cluster, controllers))
+    # The hard limit of files counts, since the head raises its soft limit to it. -1 is no limit.
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    found.append(checks.limits(files, processes))
-    found.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
-    return found
+    results.append(checks.limits(files, processes))
+    results.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
+    return results
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:
-    """A check that cannot be made is a failed one, not the end of the examination."""
+    """Make a check. If it cannot be made, the check has failed; the examination goes on."""
     try:
         return look()
     except FallowError as error:
@@ -108,11 +108,11 @@ def _host_name() -> Check:
         return Check(
             "host name", Level.FAIL, f"{name} does not resolve ({error})", f"add {name} to /etc/hosts or to DNS"
         )
-    return Check("host name", Level.OK, f"{name} is {address}{_NOT_USED if is_loopback(str(address)) else ''}")
+    return Check("host name", Level.OK, f"{name} is {address}{_LOOPBACK_NOTE if is_loopback(str(address)) else ''}")
 
 
 def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
-    """Verdicts on Slurm, and what it shows; the addresses of the controllers."""
+    """Checks of Slurm, the state of the cluster (None: no answer), and the addresses of the controllers."""
     from fallow.slurm.state import own_groups
 
     try:
@@ -125,24 +125,24 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
-    unseen = not site.harvest_unseen and permission.Visibility().look(for_us, config)
-    refused = permission.refusals(for_us, config, unseen=unseen, allow_unfair=site.harvest_unfair)
+    jobs_are_hidden = not site.harvest_unseen and permission.Visibility().look(for_us, config)
+    refusals = permission.refusals(for_us, config, unseen=jobs_are_hidden, allow_unfair=site.harvest_unfair)
     has_pyslurm = importlib.util.find_spec("pyslurm") is not None and settings.slurm.client == "auto"
-    found = [
+    results = [
         checks.slurm_version(config),
         checks.slurm_client(backend, has_pyslurm and backend.startswith("command line")),
         checks.scheduler(config),
-        *checks.partitions(for_us, harvest.partitions, harvest.allow_without_preemption, refused, groups=own_groups()),
+        *checks.partitions(for_us, harvest.partitions, harvest.allow_without_preemption, refusals, groups=own_groups()),
         *filter(None, [checks.harvest_qos(config, harvest.qos)]),
         checks.priority(config, harvest.nice),
         checks.private_data(config),
         checks.clock(cluster.clock_offset_s),
     ]
-    return found, cluster, config.controllers
+    return results, cluster, config.controllers
 
 
 async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, str]:
-    """Configuration, cluster, and who answered."""
+    """Configuration and state of the cluster, and the name of the client that answered."""
     from fallow.slurm.pyslurm_client import slurm_client
 
     client = slurm_client("auto" if setting == "none" else setting)
@@ -158,20 +158,20 @@ def _state_folder(cluster: ClusterState | None) -> Check:
 
 
 def _other_hosts(cluster: ClusterState | None) -> bool:
-    """Whether jobs may run on hosts other than this one; in a testbed all nodes are this host."""
+    """True if jobs may run on other hosts. In a testbed all nodes are this host."""
     if cluster is None:
         return True
-    here = {socket.gethostname(), "localhost"}
+    own_names = {socket.gethostname(), "localhost"}
     try:
         hosts = set(re.findall(r"\bNodeHostname=(\S+)", Path(os.environ.get("SLURM_CONF", "")).read_text()))
     except (OSError, ValueError):
         hosts = set()
-    return not (hosts or {node.node for node in cluster.nodes}) <= here
+    return not (hosts or {node.node for node in cluster.nodes}) <= own_names
 
 
 def _runtime_folder() -> Check:
     paths = Paths.default()
-    # `control` is asked for because it refuses a path that is too long for a socket.
+    # `control` raises FallowError if its path is too long for a socket.
     return checks.runtime_folder(str(paths.control.parent), network_filesystem(paths.runtime))
 
 
@@ -183,7 +183,7 @@ def _store() -> Check:
 
 
 def _torch() -> Check:
-    # Looked for, not imported: that takes seconds.
+    # An import of torch would take seconds.
     if importlib.util.find_spec("torch") is None:
         fix = "only training needs it: pip install 'fallow[torch]', or use the site's build"
         return Check("torch", Level.WARN, "not importable by this Python", fix)
@@ -191,36 +191,37 @@ def _torch() -> Check:
 
 
 def _head(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
-    """Is there a head, and do nodes reach it, as far as can be told from here?"""
+    """Check that a head runs and that nodes can reach its address, as far as this host can tell."""
     from fallow.head.peers.whereabouts import address_towards
     from fallow.wire.address import host_of
 
-    others, found = _other_hosts(cluster), Check("head", Level.WARN, "not running", "start it with: fallow daemon")
+    has_other_hosts = _other_hosts(cluster)
+    verdict = Check("head", Level.WARN, "not running", "start it with: fallow daemon")
     try:
         if Paths.default().head_file.exists():
-            seen = ask("status", Snapshot, timeout_s=HEAD_S)
-            reached = checks.head_address(host_of(seen.head.endpoint), others, True)
-            absent = checks.agents([text for run in seen.runs for text in run.without_agent])
-            return [_state(seen.head), reached, *filter(None, [absent])]
+            snapshot = ask("status", Snapshot, timeout_s=HEAD_S)
+            address_check = checks.head_address(host_of(snapshot.head.endpoint), has_other_hosts, True)
+            agents_check = checks.agents([text for run in snapshot.runs for text in run.without_agent])
+            return [_state(snapshot.head), address_check, *filter(None, [agents_check])]
     except (FallowError, OSError) as error:
-        found = Check("head", Level.FAIL, str(error))
+        verdict = Check("head", Level.FAIL, str(error))
     try:
         address = load_config().head.address or address_towards(controllers)
     except FallowError:
-        return [found]
-    return [found, checks.head_address(address, others, False)]
+        return [verdict]
+    return [verdict, checks.head_address(address, has_other_hosts, False)]
 
 
 def _state(head: HeadView) -> Check:
-    text, above = f"running (pid {head.pid})", "see the checks above"
+    text, remedy = f"running (pid {head.pid})", "see the checks above"
     if head.slurm_error:
-        return Check("head", Level.WARN, f"{text}, but: {head.slurm_error}", above)
+        return Check("head", Level.WARN, f"{text}, but: {head.slurm_error}", remedy)
     if head.store_problem:
         return Check("head", Level.FAIL, f"{text}, waits: {head.store_problem}", "see the reason")
     if head.stopped:
         return Check("head", Level.WARN, f"{text}, harvests nothing: {head.stopped}", "ask the site")
     if head.not_harvested:
-        return Check("head", Level.WARN, f"{text}, but {'; '.join(not_harvested(head))}", above)
+        return Check("head", Level.WARN, f"{text}, but {'; '.join(not_harvested(head))}", remedy)
     if head.internal_errors:
         fix = "see the head's log (journalctl --user -u fallow)"
         return Check("head", Level.WARN, f"{text}, but {internal_errors(head.internal_errors)}", fix)

@@ -1,4 +1,4 @@
-"""`fallow submit --dry-run`: what would be asked for, and what it would find. Nothing is submitted."""
+"""`fallow submit --dry-run`: the jobs that would be submitted, and the nodes that they would get. Submits nothing."""
 
 import asyncio
 import os
@@ -18,27 +18,27 @@ from fallow.model import AllocationKind, BaseStart, DryRun, FallowError, JobRequ
 from fallow.text import clean, clean_block, counted
 
 QUERY_S = 10.0
-"""Slurm is not waited for longer: what would be submitted is known without it."""
+"""Time limit for Slurm's answer, in seconds. The commands and scripts are known without it."""
 
-REFUSED = 1
+SBATCH_REFUSED = 1
 """Exit code of sbatch when Slurm refuses a job; a real submission passes it on."""
 
-_LONGEST = 1 << 24
-"""Characters that are shown; Slurm takes no scripts that come near."""
+_MAX_CHARACTERS = 1 << 24
+"""Most characters of the output; far more than the longest script that Slurm takes."""
 
 NAME = "fallow-dry-run"
 """Job name for `sbatch --test-only`."""
 
 
 def dry_run(plan: Submission, source: Path | None) -> DryRun:
-    """Everything about a submission short of doing it."""
+    """Describe a submission without submitting it."""
     harvest = load_config().harvest
     asker = Asker.of(plan.spec, Asker(harvest.account or "", harvest.qos or ""))
     variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
     notes: list[str] = []
     prospect, start = _prospect(plan, notes), _base_start(plan, variables, notes)
-    asked = [each.partition for each in prospect.asks] if prospect is not None else []
-    partitions = plan.spec.harvest_partitions or harvest.partitions or asked or ["PARTITION"]
+    planned_partitions = [each.partition for each in prospect.asks] if prospect is not None else []
+    partitions = plan.spec.harvest_partitions or harvest.partitions or planned_partitions or ["PARTITION"]
     options = harvest_options(
         plan.spec,
         "RUN.harvest",
@@ -76,13 +76,13 @@ def _prospect(plan: Submission, notes: list[str]) -> Prospect | None:
 
 
 def _base_start(plan: Submission, variables: dict[str, str], notes: list[str]) -> BaseStart | None:
-    """When Slurm would start the base job; None, with a note: it does not say."""
+    """When Slurm would start the base job. If Slurm does not say, adds a note and returns None."""
     from fallow.slurm.cli import CliClient
     from fallow.slurm.client import SubmitRejected
 
     request = JobRequest(
         token=NAME,
-        # The script is given as one, whatever it was made from.
+        # The script is passed as text, even if --wrap made it.
         options=[word for word in plan.all_options("RUN.base", variables) if not word.startswith("--wrap")],
         script=plan.spec.script,
         args=list(plan.spec.args),
@@ -98,44 +98,44 @@ def _base_start(plan: Submission, variables: dict[str, str], notes: list[str]) -
         return None
 
 
-def show(found: DryRun) -> str:
-    """For people: commands and scripts as they are, but for what a terminal would obey; the rest as comments."""
+def show(result: DryRun) -> str:
+    """Text for people: the commands and scripts, with control characters escaped, and all else as comments."""
     parts = [
         "# base job (RUN and its tokens are named by the head)",
-        *(f"export {name}={shlex.quote(value)}" for name, value in found.base_environment.items()),
-        shlex.join(found.base),
+        *(f"export {name}={shlex.quote(value)}" for name, value in result.base_environment.items()),
+        shlex.join(result.base),
         "",
         "# its script",
-        found.base_script.rstrip("\n"),
+        result.base_script.rstrip("\n"),
         "",
-        f"# a harvest job ({found.min_nodes} to {found.max_nodes} nodes in all; minutes from the hole)",
-        shlex.join(found.harvest),
+        f"# a harvest job ({result.min_nodes} to {result.max_nodes} nodes in all; minutes from the hole)",
+        shlex.join(result.harvest),
         "",
         "# its script",
-        found.harvest_script.rstrip("\n"),
+        result.harvest_script.rstrip("\n"),
         "",
         "# now",
-        *(f"# {clean(line)}" for line in _now(found, time.time())),
+        *(f"# {clean(line)}" for line in _now(result, time.time())),
     ]
-    return clean_block("\n".join(parts), _LONGEST) + "\n"
+    return clean_block("\n".join(parts), _MAX_CHARACTERS) + "\n"
 
 
-def _now(found: DryRun, now: float) -> list[str]:
+def _now(result: DryRun, now: float) -> list[str]:
     lines: list[str] = []
-    refused = found.start is not None and found.start.refused
-    if found.start is not None and refused:
-        lines.append(f"the base job would be {found.start.says}; nothing would be submitted, and no run would begin")
-    elif found.start is not None:
-        lines.append(f"of the base job Slurm says: {found.start.says}")
-    if (prospect := found.prospect) is not None:
+    is_refused = result.start is not None and result.start.refused
+    if result.start is not None and is_refused:
+        lines.append(f"the base job would be {result.start.says}; nothing would be submitted, and no run would begin")
+    elif result.start is not None:
+        lines.append(f"Slurm about the base job: {result.start.says}")
+    if (prospect := result.prospect) is not None:
         idle, age_s = counted(prospect.idle_nodes, "node"), max(0.0, now - prospect.polled_at)
         lines.append(f"idle where nodes may be harvested: {idle}, as the head saw {age_s:.0f} s ago")
-        if not refused:
+        if not is_refused:
             asks = [f"{counted(one.nodes, 'node')} for {one.minutes} min in {one.partition}" for one in prospect.asks]
-            lines.append(f"asked for as soon as the base job trains: {', '.join(asks) or 'nothing'}")
-            most = f"{prospect.nodes} of {found.min_nodes} to {found.max_nodes}"
-            lines.append(f"nodes to be expected, base job included: {most}")
+            lines.append(f"requests once the base job trains: {', '.join(asks) or 'nothing'}")
+            expectation = f"{prospect.nodes} of {result.min_nodes} to {result.max_nodes}"
+            lines.append(f"expected nodes, base job included: {expectation}")
         lines += prospect.notes
-    if found.budget_node_hours is not None:
-        lines.append(f"budget for all but the first base job: {found.budget_node_hours:g} node-hours")
-    return lines + found.notes
+    if result.budget_node_hours is not None:
+        lines.append(f"budget for all but the first base job: {result.budget_node_hours:g} node-hours")
+    return lines + result.notes

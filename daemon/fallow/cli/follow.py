@@ -1,4 +1,4 @@
-"""Commands that follow a run: what happened, what its members print, why it does not grow, and wait for its end."""
+"""Commands that follow a run: its events, its output, why it does not grow, and its end."""
 
 import codecs
 import contextlib
@@ -23,119 +23,128 @@ from fallow.text import clean, clean_output
 
 T = TypeVar("T")
 
-_AWAY_S = 120.0
-"""A head that is away for longer is not waited for."""
-_AWAY = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
-"""What is said of a head that is started again, stopped, or overloaded."""
-_NOT_ENDED = "it has not ended within the time of --timeout"
+_ABSENCE_S = 120.0
+"""Seconds to wait for a head that cannot be reached."""
+_ABSENCE_CODES = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
+"""Exit codes of requests to a head that restarts, has stopped or is overloaded."""
+_NOT_ENDED = "the run has not ended within --timeout"
 _CHUNK = 65536
-_VISIBLE = 10
-"""So many characters one of a program's may become, at most: nothing of its output is cut for that."""
+_ESCAPE_FACTOR = 10
+"""Most characters that one character of the output may become when it is escaped. Output is never cut."""
 
 
 @click.command(short_help="What happened.")
 @click.argument("run", required=False)
 @click.option("--since", type=click.IntRange(0, MOST), default=0, help="Only events with a higher number.")
-@click.option("--limit", type=click.IntRange(1, MOST_EVENTS), default=100, show_default=True, help="The last so many.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, MOST_EVENTS),
+    default=100,
+    show_default=True,
+    help="Show the last N events.",
+    metavar="N",
+)
+@click.option("--follow", "-f", "follow", is_flag=True, help="Show new events, too, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
-def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
-    """Show the event log, of everything or of one RUN."""
+def events(run: str | None, since: int, limit: int, follow: bool, as_json: bool) -> None:
+    """Show the events of all runs, or of one RUN."""
     newest = 0
-    if following and run is not None:
+    if follow and run is not None:
         snapshot = ask("status", Snapshot, run=run)
         run, newest = snapshot.runs[0].run, snapshot.last_event
-    found = ask("events", list[EventRecord], run=run, since=since, limit=limit)
-    if not following:
-        tell(found, as_json, _show_events)
-    while following:
-        _show_events([event for event in found if run in (None, event.run)], as_json)
-        since = max([since, newest, *(event.seq for event in found)])
+    records = ask("events", list[EventRecord], run=run, since=since, limit=limit)
+    if not follow:
+        tell(records, as_json, _show_events)
+    while follow:
+        _show_events([event for event in records if run in (None, event.run)], as_json)
+        since = max([since, newest, *(event.seq for event in records)])
         time.sleep(WATCH_S)
-        # Of all runs, also where one is meant: the head then looks at new events only, not at all that it keeps.
-        found = _patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
+        # Ask for the events of all runs even for one run: the head then reads new events only, not all that it keeps.
+        records = _ask_patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
 
 
-def _patiently(look: Callable[[], T], until: float = math.inf) -> T:
-    """Ask a head that has answered before, across a restart of it.
+def _ask_patiently(request: Callable[[], T], end_at: float = math.inf) -> T:
+    """Repeat a request until the head answers, so that a restart of the head does no harm.
 
     Raises:
-        FallowError: it says no, it is away for longer than `_AWAY_S`, or it is away at `until` (time.monotonic()).
+        FallowError: the head refuses, or cannot be reached for `_ABSENCE_S`, or at `end_at` (time.monotonic()).
     """
-    deadline = time.monotonic() + _AWAY_S
+    absence_end_at = time.monotonic() + _ABSENCE_S
     while True:
         try:
-            return look()
+            return request()
         except FallowError as error:
-            if error.code not in _AWAY or time.monotonic() > deadline:
+            if error.code not in _ABSENCE_CODES or time.monotonic() > absence_end_at:
                 raise
-            if time.monotonic() > until:
-                raise FallowError(f"the head is away: {_NOT_ENDED}", Exit.TEMPFAIL) from error
+            if time.monotonic() > end_at:
+                raise FallowError(f"the head cannot be reached; {_NOT_ENDED}", Exit.TEMPFAIL) from error
         time.sleep(WATCH_S)
 
 
-def _show_events(found: list[EventRecord], as_json: bool = False) -> None:
-    for event in found:
-        where, kind, text = clean(event.run or "-"), clean(event.kind), clean(event.text)
-        line = f"{event.seq:>6}  {moment(event.at)}  {where:<20}  {kind:<10}  {text}"
+def _show_events(records: list[EventRecord], as_json: bool = False) -> None:
+    for event in records:
+        run, kind, text = clean(event.run or "-"), clean(event.kind), clean(event.text)
+        line = f"{event.seq:>6}  {moment(event.at)}  {run:<20}  {kind:<10}  {text}"
         sys.stdout.write((json_text(event, indent=-1) if as_json else line) + "\n")
     sys.stdout.flush()
 
 
 @click.command(short_help="Wait until a run has ended.")
 @click.argument("run")
-@click.option("--timeout", "timeout_s", type=Finite(0, min_open=True), help="Seconds after which to give up, with 75.")
+@click.option(
+    "--timeout", "timeout_s", type=Finite(0, min_open=True), help="Seconds after which to give up, with exit code 75."
+)
 @json_option
 def wait(run: str, timeout_s: float | None, as_json: bool) -> int:
     """Wait until RUN has ended, and show its report.
 
-    Ends with 0 if it is finished, 70 if it failed, 93 if it was cancelled.
+    Exit code: 0 if the run is finished, 70 if it failed, 93 if it was cancelled.
     """
-    until = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-    view = _one(run)
+    end_at = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    view = _run_view(run)
     while not view.status.ended:
-        if time.monotonic() > until:
+        if time.monotonic() > end_at:
             text = f"run {view.run} is {view.status} at step {view.step}: {_NOT_ENDED}"
             raise FallowError(text, Exit.TEMPFAIL)
         time.sleep(WATCH_S)
-        view = _patiently(partial(_one, view.run), until)
-    tell(_patiently(partial(ask, "report", RunReport, run=view.run)), as_json, show_report)
+        view = _ask_patiently(partial(_run_view, view.run), end_at)
+    tell(_ask_patiently(partial(ask, "report", RunReport, run=view.run)), as_json, show_report)
     codes = {RunStatus.FINISHED: Exit.OK, RunStatus.FAILED: Exit.SOFTWARE}
     return codes.get(view.status, Exit.NO_RESTART)
 
 
-def _one(run: str) -> RunView:
+def _run_view(run: str) -> RunView:
     return ask("status", Snapshot, run=run).runs[0]
 
 
 @click.command(short_help="What a run's members print.")
 @click.argument("run")
-@click.option("--member", help="A member, or one of its workers: n3, n3.1. Without it the main member.")
-@click.option("--follow", "-f", "following", is_flag=True, help="Go on with new output until the run has ended.")
-def logs(run: str, member: str | None, following: bool) -> None:
-    """Print what a member of RUN has written to its standard output and error."""
-    view = _one(run)
-    path = _log(Paths.default().run(view.run).logs, view, member)
+@click.option("--member", help="A member, or one of its workers: n3, n3.1. Default: the main member.")
+@click.option("--follow", "-f", "follow", is_flag=True, help="Show new output, too, until the run has ended.")
+def logs(run: str, member: str | None, follow: bool) -> None:
+    """Print the standard output and error of a member of RUN."""
+    view = _run_view(run)
+    path = _log_path(Paths.default().run(view.run).logs, view, member)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(log: BinaryIO) -> None:
         while data := log.read(_CHUNK):
             text = decoder.decode(data)
-            sys.stdout.write(clean_output(text, _VISIBLE * len(text)))
+            sys.stdout.write(clean_output(text, _ESCAPE_FACTOR * len(text)))
         sys.stdout.flush()
 
     with contextlib.ExitStack() as files:
         log = files.enter_context(path.open("rb"))
         with contextlib.suppress(FileNotFoundError):
-            older = files.enter_context(path.with_name(f"{path.name}.1").open("rb"))
+            full_log = files.enter_context(path.with_name(f"{path.name}.1").open("rb"))
             # An agent may have renamed the log since it was opened: then this is the same file.
-            if not os.path.sameopenfile(older.fileno(), log.fileno()):
-                show(older)
+            if not os.path.sameopenfile(full_log.fileno(), log.fileno()):
+                show(full_log)
         while True:
-            has_ended = not following or _patiently(partial(_one, view.run)).status.ended
-            is_full = _has_been_replaced(log, path)
+            has_ended = not follow or _ask_patiently(partial(_run_view, view.run)).status.ended
+            is_replaced = _has_been_replaced(log, path)
             show(log)
-            if is_full:
+            if is_replaced:
                 log = files.enter_context(path.open("rb"))
             elif has_ended:
                 return
@@ -144,26 +153,26 @@ def logs(run: str, member: str | None, following: bool) -> None:
 
 
 def _has_been_replaced(log: BinaryIO, path: Path) -> bool:
-    """At its largest size an agent renames a log to `.1`, and goes on in a new one (`agent.output`)."""
+    """True if the agent has renamed a full log to `.1` and started a new one (`agent.output`)."""
     try:
         return not os.path.samestat(os.fstat(log.fileno()), path.stat())
     except FileNotFoundError:
-        return False  # the new one is not there yet
+        return False  # the new log does not exist yet
 
 
-def _log(folder: Path, view: RunView, member: str | None) -> Path:
-    there = sorted(path.stem for path in folder.glob("n*.log"))
+def _log_path(folder: Path, view: RunView, member: str | None) -> Path:
+    members_with_log = sorted(path.stem for path in folder.glob("n*.log"))
     if member is None:
         main = next((one.member for one in view.members if one.rank == 0), "") or _last_main(view.run)
-        # Of a run that has not trained yet, or that failed before: whoever has written something.
-        member = main or next(iter(there), "")
-    found = [name for name in there if name in (member, f"{member}.0")]
-    if not found:
-        known = ", ".join(there) or "none"
+        # A run that has not trained has no main member: show the first member with output.
+        member = main or next(iter(members_with_log), "")
+    matches = [name for name in members_with_log if name in (member, f"{member}.0")]
+    if not matches:
+        choices = ", ".join(members_with_log) or "none"
         raise FallowError(
-            f"run {view.run}: no output of {member or 'any member'} in {folder}; there is: {known}", Exit.NOINPUT
+            f"run {view.run}: no output of {member or 'any member'} in {folder}; there is: {choices}", Exit.NOINPUT
         )
-    return folder / f"{found[0]}.log"
+    return folder / f"{matches[0]}.log"
 
 
 def _last_main(run: str) -> str:
@@ -175,11 +184,11 @@ def _last_main(run: str) -> str:
 @click.argument("name", metavar="RUN|NODE")
 @json_option
 def why(name: str, as_json: bool) -> None:
-    """Say why RUN has no more nodes than it has, or why NODE is not used."""
+    """Say why RUN does not get more nodes, or why NODE is not used."""
     snapshot = ask("status", Snapshot)
     node = next((one for one in snapshot.nodes if one.node == name), None)
     try:
-        reasons = _of_node(node) if node is not None else _of_run(_one(name), snapshot)
+        reasons = _node_reasons(node) if node is not None else _run_reasons(_run_view(name), snapshot)
     except FallowError as error:
         if error.code != Exit.NOINPUT:
             raise
@@ -187,13 +196,13 @@ def why(name: str, as_json: bool) -> None:
     tell({"name": name, "reasons": reasons}, as_json, lambda _: click.echo("\n".join(clean(one) for one in reasons)))
 
 
-def _of_node(node: NodeView) -> list[str]:
-    left = f", for another {duration(node.ends_in_s)}" if node.ends_in_s is not None else ""
+def _node_reasons(node: NodeView) -> list[str]:
+    remaining = f", for another {duration(node.ends_in_s)}" if node.ends_in_s is not None else ""
     match node.owner:
         case NodeOwner.OURS:
-            return [f"{node.node} is used by run {node.run}{left}"]
+            return [f"{node.node} is used by run {node.run}{remaining}"]
         case NodeOwner.OTHERS:
-            return [f"{node.node} is used by somebody else{left}"]
+            return [f"{node.node} is used by somebody else{remaining}"]
         case NodeOwner.PLANNED:
             return [f"{node.node} is planned for somebody else: {node.unused or node.state}"]
         case NodeOwner.DOWN:
@@ -201,16 +210,16 @@ def _of_node(node: NodeView) -> list[str]:
     return [f"{node.node} is idle: {node.unused or 'the next plan may use it'}"]
 
 
-def _of_run(run: RunView, snapshot: Snapshot) -> list[str]:
+def _run_reasons(run: RunView, snapshot: Snapshot) -> list[str]:
     members = len(run.training)
     reasons = [f"run {run.run} is {run.status}, with {members} of at most {run.limit} nodes"]
     if run.status.ended:
         return reasons + [run.message] * bool(run.message)
     if members >= run.limit:
         by_hand = run.limit < run.max_nodes
-        reasons.append("it has as many nodes as it may have" + "; `fallow grow` moves the limit" * by_hand)
+        reasons.append("it has reached its limit of nodes" + "; `fallow grow` raises the limit" * by_hand)
     elif members >= run.useful:
-        reasons.append("a step has no more shards than its nodes already compute")
+        reasons.append("more nodes would not help: a step has too few shards for them")
     reasons += [text for text in (run.change, run.message, run.paused, *run.without_agent) if text]
     reasons += not_harvested(snapshot.head)
     reasons += [f"node {node} is barred: {text}" for node, text in sorted(run.barred.items())]

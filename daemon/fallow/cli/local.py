@@ -40,15 +40,15 @@ def local(
 ) -> int:
     """Train COMMAND on this machine with real head, store, agents and workers: fallow local --members 2 -- CMD
 
-    With --restart a STEP of the schedule is so many seconds of training, since such a script tells no steps.
+    With --restart, STEP means seconds of training, because such a script does not report its steps.
     """
     from fallow.core.submission.schedule import parse_schedule
     from fallow.local.driver import Driver, name_of
 
-    # All that can be wrong is found before anything is started.
+    # Check all arguments before anything is started.
     items = parse_schedule(schedule, members, workers_per_node)
     if report is not None and not report.absolute().parent.is_dir():
-        raise FallowError(f"--report {report}: its folder does not exist; make it first", Exit.CANTCREAT)
+        raise FallowError(f"--report {report}: its folder does not exist; create it first", Exit.CANTCREAT)
     if restart and reproducible:
         raise FallowError("--reproducible is for scripts that call fallow.init; leave it or --restart out", Exit.USAGE)
     argv = _argv(command, restart)
@@ -66,15 +66,15 @@ def local(
         by_seconds=restart,
     )
     result = play_in(folder, driver.train())
-    if driver.absent:
-        say(f"{driver.absent} newcomer(s) did not take part: {driver.absent_because}")
-    for item in driver.due:
+    if driver.absent_nodes:
+        say(f"{driver.absent_nodes} newcomer(s) did not take part: {driver.absence_reason}")
+    for item in driver.pending_items:
         say(f"{item.text} did not happen: the run ended {'before' if restart else f'at step {result.steps}'}")
-    return _tell(result, report, folder, as_json)
+    return _show_result(result, report, folder, as_json)
 
 
 def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
-    """What an agent starts. Raises FallowError if it is not there."""
+    """The command that agents start. Raises FallowError if the program does not exist."""
     from fallow.agent.launch import under_torchrun, with_python
 
     if restart:
@@ -85,17 +85,17 @@ def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
     return list(command)
 
 
-def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
-    """Print the report and write it to a file; returns the exit code. The logs of a run that went well are removed."""
+def _show_result(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
+    """Print the report, write it to a file and return the exit code. Removes the logs of a sound run."""
     from fallow.cli.show import end_of_traceback, show_report
 
-    written = report is None or _write(result, report)
+    report_is_written = report is None or _write(result, report)
     tell(result, as_json, show_report)
     if result.sound:
         if result.message:
             say(result.message)
         shutil.rmtree(folder, ignore_errors=True)
-        return Exit.OK if written else Exit.IOERR
+        return Exit.OK if report_is_written else Exit.IOERR
     if as_json and result.traceback:
         click.echo(end_of_traceback(result), err=True)
     say(f"run is {result.status}: {result.message or 'see the report'}; logs in {folder}")
@@ -103,7 +103,7 @@ def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -
 
 
 def _write(result: RunReport, report: Path) -> bool:
-    """False: it could not be written. The training is done all the same, so what it came to is shown."""
+    """Write the report to a file. Returns False, with a message, if that fails; the report is printed all the same."""
     try:
         report.write_text(json_text(result) + "\n")
     except OSError as error:

@@ -41,7 +41,7 @@ COMMANDS: dict[str, str] = {
     "service": "fallow.cli.start:service",
     "completion": "fallow.cli.start:completion",
 }
-"""Name -> module and object. Modules are imported when their command is used: a shell prompt should not wait."""
+"""Command name -> `module:object`. A module is imported when its command is used, so that `fallow` starts fast."""
 
 EXIT_CODES = """\b
 Exit codes:
@@ -63,7 +63,7 @@ submit passes sbatch's exit code on. FALLOW_DEBUG=1 shows tracebacks."""
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported only when asked for."""
+    """A command group that imports a command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -100,15 +100,15 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command and exits."""
+    """Run one command and exit."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    # Who closed them (`>&-`) wants none of it; Python has None then, on which every use would fail.
+    # A stream that the caller has closed (`>&-`) is None in Python, and every use of None would fail.
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 (until the end)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
-        # A name outside of the terminal's character set is shown escaped, and costs nothing else.
+        # Escape characters that the terminal's character set lacks, instead of failing.
         getattr(sys, name).reconfigure(errors="backslashreplace")
     code = invoke(words)
     try:
@@ -117,12 +117,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _discard_output()
     except OSError as error:
         _discard_output()
-        code = _tell(_told(error), as_json=False) or code
+        code = _print_error(as_fallow_error(error), as_json=False) or code
     sys.exit(code)
 
 
 def invoke(words: Sequence[str]) -> int:
-    """Runs one command; returns its exit code. Errors have been told."""
+    """Run one command, print its error if it fails, and return the exit code."""
     try:
         result = cli.main(args=list(words), prog_name="fallow", standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -131,30 +131,31 @@ def invoke(words: Sequence[str]) -> int:
         return 130
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:
-            return Exit.OK  # click has shown a completion
-        # Else click has met the broken pipe before us.
+            return Exit.OK  # click has printed a completion
+        # Otherwise click has turned a broken pipe into SystemExit.
         _discard_output()
         return Exit.IOERR
     except Exception as error:
         if os.environ.get("FALLOW_DEBUG") == "1" and not isinstance(error, click.ClickException):
             raise
-        # An error without a name is that of an output: nobody takes a JSON value there.
-        lost = isinstance(error, OSError) and error.filename is None and not isinstance(error, FileNotFoundError)
-        if lost:
+        # An OSError without a file name comes from standard output, which takes no JSON value either.
+        is_named = isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None
+        is_output_error = isinstance(error, OSError) and not is_named
+        if is_output_error:
             _discard_output()
-        return _tell(_told(error), wants_json(words) and not lost)
+        return _print_error(as_fallow_error(error), wants_json(words) and not is_output_error)
     return result if isinstance(result, int) else Exit.OK
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether --json was asked of us (and not of somebody's script)."""
+    """True if --json is an option of Fallow and not of the user's script."""
     if words and words[0] in ("submit", "run"):
         return False
     return "--json" in words[: words.index("--") if "--" in words else len(words)]
 
 
-def _told(error: Exception) -> FallowError:
-    """What people are told of an error, with its exit code."""
+def as_fallow_error(error: Exception) -> FallowError:
+    """Translate an exception into a message for people and an exit code."""
     match error:
         case FallowError():
             return error
@@ -163,30 +164,30 @@ def _told(error: Exception) -> FallowError:
             return FallowError(" ".join(error.format_message().split()) + hint, Exit.USAGE)
         case click.ClickException():
             return FallowError(error.format_message(), Exit.NOINPUT)
-        case FileNotFoundError(filename=None):  # of `os.getcwd`
-            return FallowError("the folder that you are in is gone; cd to one that exists", Exit.NOINPUT)
+        case FileNotFoundError(filename=None):  # raised by `os.getcwd`
+            return FallowError("the current folder has been removed; cd to one that exists", Exit.NOINPUT)
         case OSError(filename=None):
             return FallowError(f"input or output failed: {error.strerror or error}", Exit.IOERR)
         case OSError():
-            # The operating system refused something that no part of ours expects: a folder that is gone.
+            # An error that no command handles, for example a removed folder.
             return FallowError(f"{error.filename}: {error.strerror or error}", Exit.OSERR)
     bug = f"a bug in Fallow ({type(error).__name__}: {error}); run it again with FALLOW_DEBUG=1 and report it"
     return FallowError(bug, Exit.SOFTWARE)
 
 
-def _tell(error: FallowError, as_json: bool) -> int:
-    """Prints an error; returns its exit code."""
+def _print_error(error: FallowError, as_json: bool) -> int:
+    """Print an error and return its exit code."""
     try:
         print_error(error, as_json)
     except OSError:
-        # Nobody takes the JSON value; perhaps somebody sees this, and the exit code stays.
+        # Standard output takes no JSON value. Standard error may still work, and the exit code stays.
         _discard_output()
         print_error(error, as_json=False)
     return error.code
 
 
 def _discard_output() -> None:
-    """The reader is gone: nothing more is written, not even at interpreter exit."""
+    """Send further output to /dev/null, since its reader has left. Otherwise Python would fail at exit, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

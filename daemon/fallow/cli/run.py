@@ -1,7 +1,7 @@
 """`fallow run -- CMD`: the line in a batch script that trains.
 
-In the base allocation it starts the run, in a harvest allocation it joins it. Only in one elected allocation does it
-return when the run is finished; the others end their job here, so that the lines after it run once.
+In the base allocation the command starts the run; in a harvest allocation it joins the run. When the run has ended, the
+command returns in one elected allocation. In all others it ends the job, so that the script's later lines run once.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from fallow.processes import living
 SCANCEL_S = 30.0
 SIGNAL_S = 2.0
 SCRIPT_S = 10.0
-"""Slurm ends what is left of a job so soon after its script was killed."""
+"""Seconds within which Slurm ends the rest of a job whose script was killed."""
 
 _REQUEUES_ENDED_SCRIPTS = (24, 5)
-"""Since this version Slurm requeues a job whose script ends in the grace time of its preemption."""
+"""First version of Slurm that requeues a job whose script ends in the grace time of its preemption."""
 
 
 @click.command(
@@ -42,13 +42,13 @@ _REQUEUES_ENDED_SCRIPTS = (24, 5)
 def run(restart: bool, command: tuple[str, ...]) -> int:
     """Train with COMMAND in this allocation: fallow run -- python train.py
 
-    Starts one agent per node. Returns in the one allocation in which the rest of the script is to run, once the
-    run has ended: 0 if it is finished, 70 if it has failed. In all others it ends the job.
+    Starts one agent per node. When the run has ended, the command returns in one allocation only: 0 if the run is
+    finished, 70 if it failed. In all other allocations it ends the job, so that the rest of the script runs once.
     """
     if os.environ.get("SLURM_PROCID") not in (None, "", "0"):
-        # Agents of two of us would take each other's place, and the job would hold its nodes until its time is over.
+        # The agents of two such commands would replace each other, and the job would hold its nodes to its time limit.
         raise FallowError(
-            "srun has started `fallow run` once for each task; write it without srun: it starts an agent per node",
+            "srun has started `fallow run` once per task. Call `fallow run` without srun: it starts one agent per node",
             Exit.USAGE,
         )
     try:
@@ -57,11 +57,14 @@ def run(restart: bool, command: tuple[str, ...]) -> int:
         if not os.environ.get("SLURM_JOB_ID") or not os.environ.get("FALLOW_RUN"):
             raise
         say(error.message if isinstance(error, FallowError) else f"{error.filename}: {error.strerror}")
-        end_job("the rest of the script runs in another one, if at all", failed=not _signs and read_report() is None)
+        end_job(
+            "the rest of the script runs in another allocation, if at all",
+            failed=not _signals and read_report() is None,
+        )
 
 
 def read_report() -> RunReport | None:
-    """The report of the run; None: the run has not ended, as far as its folder shows."""
+    """The report of the run; None while the run's folder has none, because the run has not ended."""
     try:
         return read_struct(Paths.default().run(os.environ.get("FALLOW_RUN", "")).report, RunReport)
     except (FallowError, OSError):
@@ -69,8 +72,10 @@ def read_report() -> RunReport | None:
 
 
 def elected_code() -> int | None:
-    """The exit code of `fallow run` if the rest of the script is to run here, else None. srun's code cannot tell: of
-    several agents it says the highest one, and an agent may have been killed long before the end."""
+    """The exit code of `fallow run` if this allocation is to run the rest of the script, else None.
+
+    srun's exit code cannot tell: it is the highest of all agents, and an agent may have been killed long before.
+    """
     report = read_report()
     if report is None or not report.rest_in or report.rest_in != os.environ.get("FALLOW_TOKEN"):
         return None
@@ -78,13 +83,13 @@ def elected_code() -> int | None:
 
 
 def train(command: tuple[str, ...], restart: bool = False) -> int:
-    """The exit code for the batch script, where it may go on."""
+    """Train in this allocation. Returns the exit code where the batch script may go on; else ends the job."""
     kind, key_file = find_allocation()
     if restart:
         command = tuple(under_torchrun(command))
     agent = [sys.executable, "-Pm", "fallow.agent", "--key-file", str(key_file), "--", *command]
     argv = step_command(os.environ, agent)
-    # Slurm warns the step itself, whose agents tell the head. This process only outlives the warning.
+    # Slurm sends its warning to the step, too, whose agents tell the head. This process must only survive it.
     for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _let_pass)
     code = wait_for_step(argv, step_environment(os.environ))
@@ -95,11 +100,11 @@ def train(command: tuple[str, ...], restart: bool = False) -> int:
         return elected
     if code == Exit.NO_RESTART:
         end_job("this allocation is done")
-    return end_job(f"the step ended with {code}", failed=not _signs)
+    return end_job(f"the step ended with {code}", failed=not _signals)
 
 
 def find_allocation() -> tuple[AllocationKind, Path]:
-    """What this allocation is to which run, from its environment."""
+    """Kind and key file of this allocation, from the environment. Raises FallowError outside of a run's job."""
     run_id, token = os.environ.get("FALLOW_RUN"), os.environ.get("FALLOW_TOKEN")
     if not run_id or not token:
         raise FallowError(
@@ -117,7 +122,7 @@ def find_allocation() -> tuple[AllocationKind, Path]:
         key = read_struct(key_file, KeyFile)
     except FileNotFoundError:
         raise FallowError(
-            f"run {run_id}: {key_file} is not there. Either the run is over, or this node does not see the state "
+            f"run {run_id}: {key_file} does not exist. Either the run has ended, or this node does not see the state "
             "folder; FALLOW_STATE_DIR must be on a file system that all nodes share",
             Exit.NOINPUT,
         ) from None
@@ -125,7 +130,7 @@ def find_allocation() -> tuple[AllocationKind, Path]:
 
 
 def wait_for_step(argv: list[str], environment: dict[str, str]) -> int:
-    """srun's exit code. It lasts as long as the training does; its deadline is the job's own time limit."""
+    """Run srun until the training has ended, at the latest to the job's time limit. Returns srun's exit code."""
     try:
         process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
     except OSError as error:
@@ -134,28 +139,26 @@ def wait_for_step(argv: list[str], environment: dict[str, str]) -> int:
     return 128 - code if code < 0 else code
 
 
-_signs: list[int] = []
-"Signals that have come: Slurm, or somebody through it, ends the job."
+_signals: list[int] = []
+"signals received so far: Slurm ends the job, perhaps because somebody asked it to"
 
 
 def _let_pass(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN: that would be inherited by srun."""
-    _signs.append(number)
+    """Record a signal and go on. SIG_IGN would not do: srun would inherit it."""
+    _signals.append(number)
 
 
 def end_job(reason: str, failed: bool = False) -> NoReturn:
-    """End this job, as `failed` or as planned; nothing that follows in the script may run.
+    """End this job, as `failed` or as planned. No later line of the script may run.
 
-    The head takes a failed job for a node that swallows jobs, or a script that works nowhere
-    (`core.accounting.launch_failures`). As planned,
-    - a job that Slurm already ends is left to Slurm, whose own word says how it ended: scancel would cancel a requeued
-      job, too;
-    - a harvest job ends as COMPLETED: the shell around its script (`core.submission.script`) exits with 0;
-    - a base job, whose script is the user's own, ends as CANCELLED.
+    The head counts failed jobs against the node and the script (`core.accounting.duds`). Planned ends:
+    - If Slurm is ending the job, Slurm finishes. scancel would also cancel a requeued job.
+    - A harvest job ends as COMPLETED: the shell around its script (`core.submission.script`) exits with 0.
+    - A base job, whose script is the user's own, ends as CANCELLED.
 
-    scancel alone does not see to that: a script with a trap for SIGTERM, or one that called the script with our
-    line, goes on when what it waits for has died. Killing the script alone would make the job a failed one. So
-    the script is killed at the first sign that Slurm has begun to end the job: SIGCONT, some time before SIGTERM.
+    scancel alone is not enough: a script that traps SIGTERM, or that called the script with `fallow run`, goes on when
+    its child has died. Killing the script alone would make the job fail. So the script is killed at the first signal
+    with which Slurm ends the job: SIGCONT, some time before SIGTERM.
     """
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     say(f"job {job} ends here: {reason}")
@@ -165,45 +168,46 @@ def end_job(reason: str, failed: bool = False) -> NoReturn:
         os.kill(shell[0], signal.SIGUSR1)
         _kill(pid for pid in script if pid not in shell)
         os._exit(Exit.NO_RESTART)
-    if not failed and (requeue_if_preempted(job) or _signs):
+    if not failed and (requeue_if_preempted(job) or _signals):
         _kill(script)
         os._exit(Exit.NO_RESTART)
-    signs = {signal.SIGCONT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signs)
+    end_signals = {signal.SIGCONT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, end_signals)
     if failed:
-        # As the script's own end; should more have been above it than can be seen, scancel ends that.
+        # Slurm takes this for the script's own end. scancel ends processes of the script that are not seen here.
         _kill(script)
-        # A base job that is cancelled would end its run.
-        signal.sigtimedwait(signs, SIGNAL_S if shell else SCRIPT_S)
+        # Give Slurm time to see the failure: a base job that is cancelled would end its run.
+        signal.sigtimedwait(end_signals, SIGNAL_S if shell else SCRIPT_S)
     end = time.monotonic() + SCANCEL_S
     try:
         scancel = subprocess.Popen(["scancel", job], stdin=subprocess.DEVNULL)
-        while time.monotonic() < end and not signal.sigtimedwait(signs, 0.2):
+        while time.monotonic() < end and not signal.sigtimedwait(end_signals, 0.2):
             if scancel.poll() is not None:
-                # Slurm knows. The signals are not waited for much longer: they may never reach this process.
+                # Slurm knows. Wait only a little longer: the signals may never reach this process.
                 end = min(end, time.monotonic() + SIGNAL_S)
     except OSError as error:
-        say(f"scancel {job} cannot be started ({error.strerror}); the script is ended all the same")
+        say(f"scancel {job} cannot be started ({error.strerror}); the script is killed all the same")
     if not failed:
         _kill(script)
     os._exit(Exit.NO_RESTART)
 
 
 def requeue_if_preempted(job: str) -> bool:
-    """Have a job requeued that Slurm is about to preempt and would requeue at the end of the grace time.
+    """Make sure that a job is requeued if Slurm is preempting it and would requeue it after the grace time.
 
-    Its script ends now. Before 24.05 Slurm requeues no job whose script has ended, so that is done here. A later one
-    requeues it by itself (slurmctld's proc_req.c, GRACE_PREEMPT); requeued here as well, the job would keep that mark,
-    and run again when it has finished. In the grace time Slurm has warned the steps only, not this process.
+    The script ends now, within the grace time, in which Slurm has signalled the steps but not this process. Slurm
+    before 24.05 does not requeue a job whose script has ended, so this function requeues the job. Later versions
+    requeue it (slurmctld's proc_req.c, GRACE_PREEMPT). A second requeue would then make the job run again at its end.
     """
     try:
-        told = dict(word.partition("=")[::2] for word in _scontrol("show", "job", "--oneliner", job).stdout.split())
-        preempted = told.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
-        if told.get("JobState") == "RUNNING" and told.get("Requeue") == "1" and preempted:
-            by_itself = slurm_release(_scontrol("--version").stdout) >= _REQUEUES_ENDED_SCRIPTS
-            return by_itself or _scontrol("requeue", job).returncode == 0
+        words = _scontrol("show", "job", "--oneliner", job).stdout.split()
+        job_fields = dict(word.partition("=")[::2] for word in words)
+        is_preempted = job_fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
+        if job_fields.get("JobState") == "RUNNING" and job_fields.get("Requeue") == "1" and is_preempted:
+            slurm_requeues = slurm_release(_scontrol("--version").stdout) >= _REQUEUES_ENDED_SCRIPTS
+            return slurm_requeues or _scontrol("requeue", job).returncode == 0
     except (OSError, subprocess.SubprocessError) as error:
-        say(f"job {job}: Slurm does not say whether it is preempted ({error}); the head requests another one")
+        say(f"job {job}: cannot ask Slurm whether the job is preempted ({error}); the head requests another job")
     return False
 
 
@@ -219,7 +223,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def script_processes(proc: Path = Path("/proc")) -> list[int]:
-    """Our ancestors below slurmstepd, the oldest first; only the parent where there is no slurmstepd."""
+    """Ids of the script's processes: our ancestors below slurmstepd, oldest first. Without slurmstepd: the parent."""
     chain: list[int] = []
     pid = os.getppid()
     while pid > 1:

@@ -1,4 +1,4 @@
-"""One call of sbatch whose outcome must not be guessed."""
+"""Call sbatch once, and tell a job from a refusal and from an unknown outcome."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ from fallow.model import Exit, FallowError
 from fallow.text import clean_output
 
 LOOK_UP_S = 12.0
-"""For how long Slurm is asked for a job whose submission gave no answer. The head goes on looking for it."""
+"""Seconds to look for a job whose submission gave no answer. The head looks for the job afterwards."""
 
 _JOB = re.compile(r"\s*(\d+(?:;\S+)?)\s*")
 
@@ -26,25 +26,25 @@ class Outcome(msgspec.Struct, frozen=True):
     code: int
     job: str | None
     "`JOBID` or `JOBID;CLUSTER`"
-    refused: bool
-    "sbatch or Slurm said no: there is no job. Without a job and not refused: nobody knows"
+    is_refused: bool
+    "True: sbatch or Slurm refused the job. False without a job: the outcome is unknown"
     reason: str
 
 
 def call_sbatch(
-    argv: list[str], environment: Mapping[str, str], taken: Callable[[str], None], stdin: str | None = None
+    argv: list[str], environment: Mapping[str, str], on_job: Callable[[str], None], stdin: str | None = None
 ) -> Outcome:
-    """Run sbatch with --parsable; what it prints on standard error is passed on at once.
+    """Run `sbatch --parsable`, and pass its standard error on at once.
 
     Args:
-        argv: of sbatch.
-        environment: all of it.
-        taken: called with the job as soon as it is known; sbatch --wait goes on for as long as the job does.
-        stdin: the script, where no file holds it.
+        argv: sbatch and its arguments.
+        environment: the complete environment of sbatch.
+        on_job: called with the job as soon as it is known. `sbatch --wait` then runs for as long as the job.
+        stdin: text of the script if no file holds it.
     """
     from fallow.slurm.parse import complaint, is_refusal
 
-    # A file and no pipe: sbatch may end without reading it.
+    # A file, not a pipe: sbatch may end without reading it.
     with tempfile.TemporaryFile() as script:
         script.write((stdin or "").encode())
         script.seek(0)
@@ -58,23 +58,23 @@ def call_sbatch(
             return Outcome(Exit.UNAVAILABLE, None, True, str(error))
     assert process.stdout is not None
     assert process.stderr is not None
-    # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.
-    late = threading.Timer(SUBMIT_S, process.kill)
-    late.daemon = True
-    late.start()
-    said: list[str] = []
-    passing = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
-    passing.start()
+    # The deadline is for Slurm's answer. Once the job is known, `sbatch --wait` may run for as long as the job.
+    timer = threading.Timer(SUBMIT_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    error_lines: list[str] = []
+    stderr_thread = threading.Thread(target=_pass_on, args=(process.stderr, error_lines), daemon=True)
+    stderr_thread.start()
     job: str | None = None
     try:
         for line in process.stdout:
-            found = _JOB.fullmatch(line)
-            if found is not None and job is None:
-                job = found[1]
-                late.cancel()
-                taken(job)
-            elif found is None:
-                # A site's banner; it is the user's to read, but not a result.
+            match = _JOB.fullmatch(line)
+            if match is not None and job is None:
+                job = match[1]
+                timer.cancel()
+                on_job(job)
+            elif match is None:
+                # A banner of the site: for the user to read, but not a result.
                 sys.stderr.write(clean_output(line))
         code = process.wait()
     except KeyboardInterrupt:
@@ -84,17 +84,17 @@ def call_sbatch(
             raise
         return Outcome(130, None, False, "interrupted")
     finally:
-        late.cancel()
-    passing.join(timeout=5.0)
+        timer.cancel()
+    stderr_thread.join(timeout=5.0)
     if job is None and code < 0:
         return Outcome(Exit.TEMPFAIL, None, False, f"no answer within {SUBMIT_S:g} s")
-    text = "".join(said)
+    text = "".join(error_lines)
     return Outcome(code, job, job is None and code > 0 and is_refusal(text), complaint(text))
 
 
-def _pass_on(stream: IO[str], said: list[str]) -> None:
+def _pass_on(stream: IO[str], error_lines: list[str]) -> None:
     for line in stream:
-        said.append(line)
+        error_lines.append(line)
         sys.stderr.write(clean_output(line))
         sys.stderr.flush()
 
@@ -104,9 +104,9 @@ def look_up(token: str) -> str | None:
     from fallow.slurm.cli import CliClient
 
     try:
-        own = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).own_jobs())
+        jobs = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).own_jobs())
     except FallowError:
         return None
     # Of a heterogeneous job every component has the comment; the leader comes first and has the smallest number.
-    ids = [job.het_job_id or job.job_id for job in own if token in job.comment.split()]
+    ids = [job.het_job_id or job.job_id for job in jobs if token in job.comment.split()]
     return min(ids, key=lambda text: int(re.sub(r"\D.*", "", text) or 0), default=None)

@@ -23,7 +23,7 @@ from fallow.text import clean, counted, tail
 T = TypeVar("T")
 
 MOST_REASONS = 10
-"""Why idle nodes are not used: as many rows at most."""
+"""Most rows of the table that says why idle nodes are not used."""
 
 RUNS: dict[str, Callable[[RunView], str]] = {
     "RUN": lambda run: run.run,
@@ -62,7 +62,7 @@ ALLOCATIONS: dict[str, Callable[[AllocationView], str]] = {
 SPEEDS: dict[str, Callable[[SpeedView], str]] = {
     "NODES": lambda speed: str(speed.nodes),
     "STEPS/S": lambda speed: number(speed.steps_per_s),
-    "KNOWN": lambda speed: "measured" if speed.measured else "foretold",
+    "KNOWN": lambda speed: "measured" if speed.measured else "predicted",
 }
 GENERATIONS: dict[str, Callable[[GenerationReport], str]] = {
     "GEN": lambda one: str(one.generation),
@@ -83,7 +83,7 @@ GENERATIONS: dict[str, Callable[[GenerationReport], str]] = {
 @json_option
 def status(run: str | None, as_json: bool) -> None:
     """Show all runs, or one RUN with its members, jobs and checkpoints."""
-    show = show_runs if run is None else lambda found: show_run(found.runs[0], found.at)
+    show = show_runs if run is None else lambda snapshot: show_run(snapshot.runs[0], snapshot.at)
     tell(ask("status", Snapshot, run=run), as_json, show)
 
 
@@ -96,12 +96,12 @@ def report(run: str, as_json: bool) -> None:
 
 
 def show_runs(snapshot: Snapshot) -> None:
-    """The head in a line, then a row per run."""
+    """Print the head in a line, then a row per run, then why idle nodes are not used."""
     head = snapshot.head
     slurm = f"Slurm {head.slurm_version} ({head.cluster})" if head.slurm_version else "no Slurm seen yet"
     poll = "never" if head.poll_age_s is None else f"{head.poll_age_s:.0f} s ago"
-    who = f"head {head.version} on {head.host}, pid {head.pid}, up {duration(head.uptime_s)}"
-    for line in (f"{who}; {slurm}; polled {poll}", *_problems(head)):
+    head_line = f"head {head.version} on {head.host}, pid {head.pid}, up {duration(head.uptime_s)}"
+    for line in (f"{head_line}; {slurm}; polled {poll}", *_problems(head)):
         click.echo(clean(line))
     if not snapshot.runs:
         click.echo("no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT")
@@ -110,44 +110,44 @@ def show_runs(snapshot: Snapshot) -> None:
     rows = unused(snapshot)
     if rows:
         click.echo()
-        shown = [[str(nodes), reason, names] for reason, nodes, names in rows[:MOST_REASONS]]
-        show_table(["IDLE", "WHY NOT USED", "NODELIST"], shown)
-    if left := sum(nodes for _, nodes, _ in rows[MOST_REASONS:]):
-        click.echo(f"{counted(left, 'node')} more for other reasons; see: fallow status --json")
+        cells = [[str(nodes), reason, names] for reason, nodes, names in rows[:MOST_REASONS]]
+        show_table(["IDLE", "WHY NOT USED", "NODELIST"], cells)
+    if nodes_below := sum(nodes for _, nodes, _ in rows[MOST_REASONS:]):
+        click.echo(f"{counted(nodes_below, 'node')} more for other reasons; see: fallow status --json")
 
 
 def _problems(head: HeadView) -> list[str]:
-    """What keeps the head from its work, a line for each."""
-    found = []
+    """Problems that keep the head from its work, a line each."""
+    problems = []
     if head.slurm_error:
-        found.append(f"Slurm does not answer: {head.slurm_error}")
+        problems.append(f"Slurm does not answer: {head.slurm_error}")
     if head.store_problem:
-        found.append(f"the head can write nothing down and waits: {head.store_problem}")
+        problems.append(f"the head cannot write to its store and waits: {head.store_problem}")
     if head.stand_in:
-        found.append(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place")
+        problems.append(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place")
     if head.internal_errors:
-        found.append(internal_errors(head.internal_errors))
-    return found + not_harvested(head)
+        problems.append(internal_errors(head.internal_errors))
+    return problems + not_harvested(head)
 
 
 def internal_errors(errors: Sequence[InternalError]) -> str:
-    """How often the head met an error that nobody expected, and the newest, in one line."""
+    """Number of unexpected errors of the head, and the newest of them, in one line."""
     newest = max(errors, key=lambda error: error.last_at)
-    of = f", run {newest.run}" if newest.run else ""
+    run_note = f", run {newest.run}" if newest.run else ""
     return (
         f"{counted(sum(error.count for error in errors), 'internal error')} of the head, the newest in {newest.source} "
-        f"({newest.line}{of}): {newest.error}; the head's log has the traceback, please report it"
+        f"({newest.line}{run_note}): {newest.error}; the head's log has the traceback, please report it"
     )
 
 
 def not_harvested(head: HeadView) -> list[str]:
-    """What the head may not harvest, and why, a line for each."""
-    stopped = [f"nothing is harvested: {head.stopped}"] if head.stopped else []
-    return stopped + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
+    """Partitions that the head may not harvest, and why, a line each."""
+    reasons = [f"nothing is harvested: {head.stopped}"] if head.stopped else []
+    return reasons + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
 
 
 def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
-    """Why idle nodes are not used: reason, how many nodes, and their names, those of most nodes first."""
+    """Why idle nodes are not used: (reason, number of nodes, folded names), most nodes first."""
     from fallow.slurm.parse import folded
 
     reasons: dict[str, list[str]] = {}
@@ -159,17 +159,17 @@ def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
 
 
 def ranks(member: MemberView) -> str:
-    """Of all its workers."""
+    """Ranks of a member's workers, e.g. `4-7`."""
     if member.rank is None:
         return "-"
     return str(member.rank) if member.workers == 1 else f"{member.rank}-{member.rank + member.workers - 1}"
 
 
 def show_run(run: RunView, now: float) -> None:
-    """One run: its row, its members, jobs and checkpoints. Args: now: by the head's clock, as all times in a view."""
+    """Print one run: its row, members, jobs and checkpoints. `now` is by the head's clock, like all times in a view."""
     show_items(RUNS, [run])
     if run.scalars:
-        # As the script logs them.
+        # values that the script logs
         click.echo(clean("  ".join(f"{name} {number(value)}" for name, value in run.scalars.items())))
     for node, reason in sorted(run.barred.items()):
         click.echo(clean(f"node {node} is barred: {reason}"))
@@ -178,10 +178,10 @@ def show_run(run: RunView, now: float) -> None:
     _section(MEMBERS, run.members)
     _section(ALLOCATIONS, run.allocations)
     if run.deadline_at is not None:
-        click.echo(f"\ndeadline {moment(run.deadline_at)}: {_stands(run.ahead_s)}")
+        click.echo(f"\ndeadline {moment(run.deadline_at)}: {_schedule_state(run.ahead_s)}")
     _section(SPEEDS, run.speeds)
     if run.speeds and run.target is not None:
-        click.echo(f"harvested nodes, with those asked for: {run.target}")
+        click.echo(f"harvested nodes, requested ones included: {run.target}")
     _section(_checkpoint_columns(now), run.checkpoints)
 
 
@@ -191,10 +191,10 @@ def _section(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> N
         show_items(columns, items)
 
 
-def _stands(ahead_s: float | None) -> str:
+def _schedule_state(ahead_s: float | None) -> str:
     if ahead_s is None:
-        return "its pace is not known yet"
-    return f"{'behind' if ahead_s < 0 else 'ahead of'} its schedule by {duration(abs(ahead_s))}"
+        return "the pace is not known yet"
+    return f"{duration(abs(ahead_s))} {'behind' if ahead_s < 0 else 'ahead of'} schedule"
 
 
 def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]]:
@@ -210,28 +210,27 @@ def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]
     }
 
 
-def end_of_traceback(found: RunReport) -> str:
-    """As much of it as a person reads. Its last line says what went wrong."""
-    return tail(found.traceback.rstrip().split("\n"), 1000, 20_000)
+def end_of_traceback(report: RunReport) -> str:
+    """The end of the report's traceback. Its last line says what went wrong."""
+    return tail(report.traceback.rstrip().split("\n"), 1000, 20_000)
 
 
-def show_report(found: RunReport) -> None:
-    """A finished (or running) run in a few lines and a row per generation."""
-    if found.traceback:
-        click.echo(end_of_traceback(found))
-    samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
-    click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
+def show_report(report: RunReport) -> None:
+    """Print a report: a few lines, then a row per generation."""
+    if report.traceback:
+        click.echo(end_of_traceback(report))
+    samples, planned, unplanned = report.samples, report.pause_s.planned, report.pause_s.unplanned
+    click.echo(clean(f"run {report.run}: {report.status.value} after {report.steps} steps {report.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")
     if samples.unknown:
         click.echo(f"the audit is incomplete: {samples.unknown} samples are unknown, the disk was full")
-    click.echo(clean(f"final loss {number(found.final_loss)}, digest {found.final_digest or '-'}"))
+    click.echo(clean(f"final loss {number(report.final_loss)}, digest {report.final_digest or '-'}"))
     click.echo(
         f"pauses: planned p50 {number(planned.p50)} s, p95 {number(planned.p95)} s; "
         f"unplanned p50 {number(unplanned.p50)} s, p95 {number(unplanned.p95)} s; "
-        f"{found.steps_discarded} steps discarded"
+        f"{report.steps_discarded} steps discarded"
     )
-    for back in found.rolled_back:
-        click.echo(
-            f"rolled back by hand from step {back.from_step} to {back.to_step} before generation {back.generation}"
-        )
-    show_items(GENERATIONS, found.generations)
+    for rollback in report.rolled_back:
+        steps = f"from step {rollback.from_step} to {rollback.to_step}"
+        click.echo(f"rolled back by hand {steps} before generation {rollback.generation}")
+    show_items(GENERATIONS, report.generations)

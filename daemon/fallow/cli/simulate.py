@@ -1,4 +1,4 @@
-"""`fallow simulate`: what the planner would have made of a recorded cluster."""
+"""`fallow simulate`: run the planner on a recorded cluster."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,25 +14,26 @@ from fallow.text import clean
 if TYPE_CHECKING:
     from fallow.sim.traces.recorded import Window
 
-_number = Finite(min=0)
-_above = Finite(min=0, min_open=True)
+_not_negative = Finite(min=0)
+_positive = Finite(min=0, min_open=True)
 
 _HELP = f"""What Fallow would have made of a recorded cluster's idle nodes: the head's own planner in virtual time.
 
---trace is a file (sacct, SWF, Helios; .gz too) or the name of one that comes with Fallow: earth, philly, summit.
-The jobs of your own cluster in a month:
+--trace is a file (sacct, SWF, Helios; .gz too) or the name of a trace that comes with Fallow: earth, philly, summit.
+To record the jobs of your own cluster in a month:
 
 \b
 {COMMAND}
 
-With `scontrol -o show node > SITE/nodes.txt`, and likewise partition (partitions.txt) and config (config.txt), --site
-SITE has the real nodes and scheduler; else they are guessed from the jobs, and what was guessed is told.
+--site FOLDER has the real nodes and scheduler. Write its files with `scontrol -o show node > FOLDER/nodes.txt`,
+`... partition > FOLDER/partitions.txt` and `... config > FOLDER/config.txt`. Without --site the nodes and the scheduler
+are guessed from the jobs, and the output lists the guesses.
 
 \b
 Policies (--policy, several times):
-  ours     what Fallow's planner makes of it
+  ours     Fallow's planner
   greedy   every idle node at once, to the smallest run
-  restart  the same, and each change restarts the run
+  restart  as greedy, but each change restarts the run
   ideal    the same idle nodes with free, instant rescaling
 """
 
@@ -59,9 +60,9 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
     "--runs",
     default=DEFAULT,
     metavar="NxMAX:CURVE;...",
-    help="N runs of MAX nodes at most (or MIN-MAX), and how fast they are: a published MODEL such as ShuffleNet, "
-    "AlexNet, VGG16 or bert, or head:FILE (of `status --json`). NxMAX,in=P+Q:CURVE: they may use these partitions "
-    "alone. Default: 10x64:ShuffleNet.",
+    help="N runs of at most MAX nodes (or MIN-MAX), and their speed: a published MODEL such as ShuffleNet, AlexNet, "
+    "VGG16 or bert, or head:FILE (output of `status --json`). NxMAX,in=P+Q:CURVE: the runs may use only partitions P "
+    "and Q. Default: 10x64:ShuffleNet.",
 )
 @click.option(
     "--costs",
@@ -70,20 +71,26 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
     show_default=True,
     help="Seconds that a change costs under the policy restart.",
 )
-@click.option("--start-up", "start_up_s", type=_number, metavar="S", help="From a job's start until its node can join.")
+@click.option(
+    "--start-up",
+    "start_up_s",
+    type=_not_negative,
+    metavar="S",
+    help="Seconds from a job's start until its node can join.",
+)
 @click.option(
     "--plans",
     type=click.Choice(["hidden", "known"]),
     default="hidden",
     show_default=True,
-    help="Of a trace of holes: does Slurm's plan tell their ends?",
+    help="For a trace of holes: whether Slurm's plan shows their ends.",
 )
 @click.option(
     "--profile",
     type=click.Choice(["preempt", "nograce", "plain"]),
     default="preempt",
     show_default=True,
-    help="Does Slurm take our nodes for others?",
+    help="How Slurm preempts our jobs: with grace time, without, or not at all.",
 )
 @click.option(
     "--bf-interval",
@@ -92,40 +99,57 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Between cycles of backfill.",
+    help="Seconds between cycles of backfill.",
 )
 @click.option(
-    "--poll", "poll_s", type=Finite(5, 3600), default=30.0, show_default=True, metavar="S", help="Between polls."
+    "--poll",
+    "poll_s",
+    type=Finite(5, 3600),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between polls.",
 )
-@click.option("--begin", "begin_day", type=_number, default=0.0, show_default=True, metavar="DAY", help="Of the trace.")
-@click.option("--days", type=_above, metavar="N", help="Default: all; summit: 2 of 14.")
+@click.option(
+    "--begin",
+    "begin_day",
+    type=_not_negative,
+    default=0.0,
+    show_default=True,
+    metavar="DAY",
+    help="First day of the trace.",
+)
+@click.option("--days", type=_positive, metavar="N", help="Number of days. Default: all; summit: 2 of 14.")
 @click.option("--site", metavar="FOLDER", help="The cluster's nodes, partitions and configuration.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
-def simulate(trace: str | None, as_json: bool, **given: Any) -> None:
+def simulate(trace: str | None, as_json: bool, **options: Any) -> None:
     if trace is None:
-        raise FallowError("--trace: a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE)
-    if given["site"] is not None:
-        _refuse_beside_site()
+        raise FallowError(
+            "--trace needs a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE
+        )
+    if options["site"] is not None:
+        _refuse_site_options()
     from fallow.sim.traces.recorded import Window
     from fallow.sim.types import Scheduler
 
-    scheduler = Scheduler(bf_interval_s=given.pop("bf_interval_s"))
-    window = Window(scheduler=scheduler, **{name: given.pop(name) for name in ("seed", "begin_day", "days", "profile")})
-    tell(_simulate(trace, window, **given), as_json, _show)
+    scheduler = Scheduler(bf_interval_s=options.pop("bf_interval_s"))
+    fields = ("seed", "begin_day", "days", "profile")
+    window = Window(scheduler=scheduler, **{name: options.pop(name) for name in fields})
+    tell(_simulate(trace, window, **options), as_json, _show)
 
 
-def _refuse_beside_site() -> None:
-    """Refuse options about what the site's own description says already."""
+def _refuse_site_options() -> None:
+    """Refuse options for values that --site has."""
     context = click.get_current_context()
     for each in context.command.params:
-        by_hand = context.get_parameter_source(each.name or "") is click.core.ParameterSource.COMMANDLINE
-        if by_hand and each.name in ("profile", "bf_interval_s"):
-            raise FallowError(f"--site says it already: leave {each.opts[0]} away", Exit.USAGE)
+        is_typed = context.get_parameter_source(each.name or "") is click.core.ParameterSource.COMMANDLINE
+        if is_typed and each.name in ("profile", "bf_interval_s"):
+            raise FallowError(f"{each.opts[0]} comes from --site; leave {each.opts[0]} out", Exit.USAGE)
 
 
-def _simulate(trace: str, window: "Window", **given: Any) -> SimReport:
-    """Play, with a bar of how far each policy is."""
+def _simulate(trace: str, window: "Window", **options: Any) -> SimReport:
+    """Simulate, with a progress bar for each policy."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -141,26 +165,26 @@ def _simulate(trace: str, window: "Window", **given: Any) -> SimReport:
                 tasks[policy] = bar.add_task(policy, total=1.0)
             bar.update(tasks[policy], completed=share, description=f"{policy}: ratio {ratio:.3f}")
 
-        return play(trace, window, progress=show, **given)
+        return play(trace, window, progress=show, **options)
 
 
-def _show(found: SimReport) -> None:
-    """A table of the policies, and what must be known to read it."""
-    show_items(COLUMNS, found.policies)
-    for line in _foot(found):
+def _show(report: SimReport) -> None:
+    """Print a table of the policies, and notes on how to read it."""
+    show_items(COLUMNS, report.policies)
+    for line in _foot(report):
         click.echo(clean(line, 512))
 
 
-def _foot(found: SimReport) -> list[str]:
-    trace = found.trace
-    idle_nodes = found.idle_node_s / found.seconds if found.seconds else 0.0
+def _foot(report: SimReport) -> list[str]:
+    trace = report.trace
+    idle_nodes = report.idle_node_s / report.seconds if report.seconds else 0.0
     lines = [
-        f"{trace.name}: {duration(found.seconds)}, {trace.jobs} records, {idle_nodes:.1f} idle nodes on average; "
-        f"{found.arm}; seed {found.seed}",
+        f"{trace.name}: {duration(report.seconds)}, {trace.jobs} records, {idle_nodes:.1f} idle nodes on average; "
+        f"{report.arm}; seed {report.seed}",
     ]
     if trace.bad_lines:
         reasons = ", ".join(f"{count} {reason}" for reason, count in trace.bad_lines.items())
         lines.append(f"skipped lines: {reasons}")
         lines += [f"  {example}" for example in trace.examples]
     lines += [f"note: {each}" for each in trace.assumed]
-    return lines + [f"{policy.name}: {note}" for policy in found.policies for note in policy.notes]
+    return lines + [f"{policy.name}: {note}" for policy in report.policies for note in policy.notes]

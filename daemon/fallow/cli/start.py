@@ -1,4 +1,4 @@
-"""The head in the foreground or as a systemd unit, the live view, the demonstration; and the shell's completion."""
+"""Commands that start the head, its systemd unit, the live view or the demo; and shell completion."""
 
 import codecs
 import importlib.util
@@ -17,7 +17,7 @@ from fallow.model import Exit, FallowError
 
 _SYSTEM_UNITS = Path("/etc/systemd/system")
 _COMMAND = "/usr/bin/env fallow daemon"
-"""As the units have it, for a `fallow` on systemd's PATH."""
+"""The command in the shipped units, for a `fallow` on systemd's PATH."""
 
 
 @click.command(short_help="Run the head in the foreground.")
@@ -34,14 +34,14 @@ def service() -> None:
 
 
 @service.command(short_help="Write the unit.")
-@click.option("--user", "for_user", is_flag=True, help="For yourself: fallow.service of your own user manager.")
-@click.option("--force", is_flag=True, help="Replace a unit that is another one.")
+@click.option("--user", "for_user", is_flag=True, help="Write fallow.service of your own user manager.")
+@click.option("--force", is_flag=True, help="Replace an existing unit that differs.")
 @json_option
 def install(for_user: bool, force: bool, as_json: bool) -> None:
-    """Write the unit, with this very `fallow` in it, and say what to type next.
+    """Write a unit that runs this `fallow`, and print the commands that start it. Nothing is started.
 
-    With --user it is fallow.service of your user manager, else fallow@.service of the system, one instance for each
-    service account; the latter takes root. Nothing is started.
+    With --user the unit is fallow.service of your user manager. Without, it is fallow@.service of the system, with one
+    instance for each service account; writing it needs root.
     """
     user_units = config_home() / "systemd" / "user"
     name, folder = ("fallow.service", user_units) if for_user else ("fallow@.service", _SYSTEM_UNITS)
@@ -49,7 +49,7 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     unit, text = folder / name, _with_command(source.read_text())
     systemctl = "systemctl --user" if for_user else "systemctl"
     if unit.exists() and not force and unit.read_text() != text:
-        text = f"{unit}: another unit is there; --force replaces it, `{systemctl} edit {name}` adds to it"
+        text = f"{unit}: a different unit exists; --force replaces it, `{systemctl} edit {name}` adds to it"
         raise FallowError(text, Exit.CANTCREAT)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,15 +57,15 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     except OSError as error:
         raise FallowError(f"{unit}: cannot be written: {error.strerror}", Exit.CANTCREAT) from None
     instance = "fallow" if for_user else "fallow@ACCOUNT"
-    following = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {instance}"]
+    commands = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {instance}"]
     if for_user:
-        following.append("loginctl enable-linger")
-    text = "\n  ".join([f"{unit} is written. To start the head now and with each boot:", *following])
-    tell({"unit": str(unit), "next": following}, as_json, lambda _: click.echo(text))
+        commands.append("loginctl enable-linger")
+    text = "\n  ".join([f"{unit} is written. To start the head now and with each boot:", *commands])
+    tell({"unit": str(unit), "next": commands}, as_json, lambda _: click.echo(text))
 
 
 def _with_command(text: str) -> str:
-    """The unit with the path of this very program."""
+    """Put the path of this program into a unit."""
     program = shutil.which(sys.argv[0]) or shutil.which("fallow")
     if program is None or Path(program).name != "fallow":
         program = shutil.which("fallow", path=str(Path(sys.executable).parent))
@@ -73,8 +73,8 @@ def _with_command(text: str) -> str:
 
 
 @click.command(short_help="Watch runs and nodes live.")
-@click.option("--read-only", is_flag=True, help="Keys that change something do nothing.")
-@click.option("--demo", is_flag=True, help="Made-up data; needs no head.")
+@click.option("--read-only", is_flag=True, help="Disable the keys that change something.")
+@click.option("--demo", is_flag=True, help="Show a simulated cluster; needs no head.")
 def top(read_only: bool, demo: bool) -> int:
     """Live view of runs, members and nodes."""
     if importlib.util.find_spec("textual") is None:
@@ -91,8 +91,10 @@ def top(read_only: bool, demo: bool) -> int:
     return int(main(read_only=read_only, demo=demo))
 
 
-@click.command(short_help="The whole story on a private Slurm.")
-@click.option("--seconds", type=Finite(10, 3600), default=120.0, show_default=True, help="About how long it may take.")
+@click.command(short_help="See it work on a private Slurm.")
+@click.option(
+    "--seconds", type=Finite(10, 3600), default=120.0, show_default=True, help="Approximate length of the training."
+)
 @json_option
 def demo(seconds: float, as_json: bool) -> int:
     """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""
@@ -106,7 +108,7 @@ def demo(seconds: float, as_json: bool) -> int:
         report = play_in(folder, Demo(folder, seconds, live).play())
     tell(report, as_json, lambda _: Console().print(to_table(report)))
     if not report.sound:
-        say(f"not sound; logs are kept in {folder}")
+        say(f"the training was not sound, see the report; logs are kept in {folder}")
         return Exit.SOFTWARE
     shutil.rmtree(folder, ignore_errors=True)
     return Exit.OK

@@ -27,16 +27,16 @@ _HELP = """\
 Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sbatch options] SCRIPT [ARGS]
 
   sbatch, elastic: submits SCRIPT as a base job of MIN nodes and lets the run
-  grow onto idle nodes, up to MAX. Everything else goes to sbatch as it is;
-  sbatch's output and exit code come back.
+  grow onto idle nodes, up to MAX nodes. All other options go to sbatch
+  unchanged. Output and exit code are those of sbatch.
 
   --nodes=MIN:MAX   limits of the run; a plain --nodes=N means N:N
-  --dry-run         submit nothing; print the sbatch commands and scripts, when
-                    the base job would start, what is idle and would be asked
-                    for (from the head's last poll); --json prints it as one
-                    JSON value; the exit code is sbatch's where Slurm would
-                    refuse the base job
-  --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
+  --dry-run         submit nothing; print the sbatch commands and scripts, the
+                    start of the base job, the idle nodes and the requests for
+                    them (from the head's last poll); --json prints one JSON
+                    value; if Slurm would refuse the base job, the exit code
+                    is that of sbatch
+  --fallow=K=V      same as a line `#FALLOW K=V` in the script: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
                     weight=X, deadline=YYYY-MM-DD[THH:MM] or =friday[-HH:MM],
                     seed=N, min-minutes=N, harvest-account=NAME; or
@@ -46,7 +46,7 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
 
 
 class SbatchCommand(click.Command):
-    """Its arguments are sbatch's: click must not look at them, not even at `--`."""
+    """A command whose arguments belong to sbatch: click must not parse them, not even `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.params["argv"] = tuple(args)
@@ -63,45 +63,45 @@ class SbatchCommand(click.Command):
 def submit(argv: tuple[str, ...]) -> int:
     """sbatch, elastic."""
     line = split(argv)
-    asked = {given.name for part in line.components for given in part}
-    if asked & {"help", "usage"}:
+    option_names = {option.name for part in line.components for option in part}
+    if option_names & {"help", "usage"}:
         click.echo(_HELP, nl=False)
         return Exit.OK
-    if asked & INFORMATIVE:
-        _become(["sbatch", *argv])
-    if "json" in asked and "dry-run" not in asked:
-        raise FallowError("--json shows what --dry-run finds; give both", Exit.USAGE)
-    if "dry-run" in asked:
-        return _dry_run(line, "json" in asked)
-    made, source = prepare(line)
-    for warning in made.warnings:
+    if option_names & INFORMATIVE:
+        _replace_process(["sbatch", *argv])
+    if "json" in option_names and "dry-run" not in option_names:
+        raise FallowError("--json needs --dry-run here: fallow submit --dry-run --json SCRIPT", Exit.USAGE)
+    if "dry-run" in option_names:
+        return _dry_run(line, "json" in option_names)
+    submission, source = prepare(line)
+    for warning in submission.warnings:
         say(warning)
-    return submit_plan(made, source)
+    return submit_plan(submission, source)
 
 
 def _dry_run(line: CommandLine, as_json: bool) -> int:
-    from fallow.cli.dry_run import REFUSED, dry_run, show
+    from fallow.cli.dry_run import SBATCH_REFUSED, dry_run, show
 
     try:
-        made, source = prepare(line)
-        found = dry_run(made, source)
+        submission, source = prepare(line)
+        result = dry_run(submission, source)
     except FallowError as error:
         print_error(error, as_json)
         return error.code
-    for warning in made.warnings:
+    for warning in submission.warnings:
         say(warning)
-    tell(found, as_json, lambda _: click.echo(show(found), nl=False))
-    return REFUSED if found.start is not None and found.start.refused else Exit.OK
+    tell(result, as_json, lambda _: click.echo(show(result), nl=False))
+    return SBATCH_REFUSED if result.start is not None and result.start.refused else Exit.OK
 
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
-    """The submission, thought through, and the script's file (None: --wrap or standard input)."""
-    wrapped, folders = line.values_of("wrap"), line.values_of("chdir")
+    """Plan a submission. Returns the plan and the script's file (None: --wrap or standard input)."""
+    commands, folders = line.given("wrap"), line.given("chdir")
     source: Path | None = None
-    if wrapped:
+    if commands:
         if line.script is not None:
-            raise FallowError(f"--wrap makes the script; {line.script!r} cannot be given, too", Exit.USAGE)
-        name, text = "wrap", wrap(wrapped[-1])
+            raise FallowError(f"--wrap makes the script; leave {line.script!r} or --wrap out", Exit.USAGE)
+        name, text = "wrap", wrap(commands[-1])
     elif line.script is not None:
         source = find_script(line.script, folders[-1] if folders else None)
         name, text = source.name, read_script(source)
@@ -111,7 +111,7 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
         name, text = "stdin", decode_script(sys.stdin.buffer.read(), "stdin")
     umask = os.umask(0o077)
     os.umask(umask)
-    made = plan(
+    submission = plan(
         line,
         parse_script(text, name),
         environ=os.environ,
@@ -120,16 +120,16 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
         now=time.time(),
         min_minutes=load_config().harvest.min_minutes,
     )
-    return made, source
+    return submission, source
 
 
 def find_script(name: str, chdir: str | None) -> Path:
-    """The script's file, looked for where sbatch looks: here, in --chdir, then on PATH for a plain name."""
+    """Find the script's file as sbatch does: in the current folder, in --chdir, and on PATH for a plain name."""
     places = [Path(name)]
     if not os.path.isabs(name):
         places.extend([Path(chdir, name)] if chdir else [])
-        found = shutil.which(name, mode=os.R_OK) if "/" not in name else None
-        places.extend([Path(found)] if found else [])
+        on_path = shutil.which(name, mode=os.R_OK) if "/" not in name else None
+        places.extend([Path(on_path)] if on_path else [])
     for place in places:
         if place.is_dir():
             raise FallowError(f"{place}: is a folder, not a batch script", Exit.NOINPUT)
@@ -148,7 +148,7 @@ def read_script(path: Path) -> str:
 
 
 def decode_script(data: bytes, name: str) -> str:
-    """The text with its line ends as they are: sbatch reads the same bytes, and refuses those of DOS."""
+    """Decode a script. Its line ends stay as they are, since sbatch reads the file, too, and refuses DOS line ends."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -156,99 +156,99 @@ def decode_script(data: bytes, name: str) -> str:
         raise FallowError(text, Exit.DATA) from error
 
 
-def submit_plan(made: Submission, source: Path | None) -> int:
-    """Makes the run at the head, calls sbatch, and tells the head what came of it."""
+def submit_plan(submission: Submission, source: Path | None) -> int:
+    """Create the run at the head, call sbatch and report the outcome to the head. Returns the exit code."""
     from fallow.cli.sbatch_call import call_sbatch, look_up
 
     state = str(Paths.default().state)
-    script = [str(source), *made.spec.args] if source is not None else []
-    if made.has_option("test-only"):
+    script = [str(source), *submission.spec.args] if source is not None else []
+    if submission.asked("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
-        _become(["sbatch", *made.options("test", variables), *script], variables)
+        _replace_process(["sbatch", *submission.options("test", variables), *script], variables)
     if shutil.which("sbatch") is None:
         raise _no_sbatch("not on PATH")
     try:
-        new = ask("create_run", NewRun, spec=made.spec)
+        new_run = ask("create_run", NewRun, spec=submission.spec)
     except FallowError as error:
         if error.code is not Exit.TEMPFAIL:
             raise
         text = "Nothing was submitted to Slurm; submit it again once `fallow status` answers"
         raise FallowError(f"{error.message}. {text}", error.code) from error
-    variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
+    variables = job_environment(state, new_run.run, new_run.token, AllocationKind.BASE)
 
-    def taken(line: str) -> None:
-        _tell_job(new, line.partition(";")[0])
-        _announce(made, line, new.run)
-        _warn_of_refusal(new.run)
+    def announce_job(line: str) -> None:
+        _report_job(new_run, line.partition(";")[0])
+        _announce(submission, line, new_run.run)
+        _warn_of_refusal(new_run.run)
 
     outcome = call_sbatch(
-        ["sbatch", "--parsable", *made.options(new.token, variables), *script],
+        ["sbatch", "--parsable", *submission.options(new_run.token, variables), *script],
         {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
-        taken,
-        made.spec.script if source is None and not made.has_option("wrap") else None,
+        announce_job,
+        submission.spec.script if source is None and not submission.asked("wrap") else None,
     )
     if outcome.job is not None:
         return outcome.code
-    if outcome.refused:
-        _tell_failure(new, outcome.reason, unknown=False)
+    if outcome.is_refused:
+        _report_failure(new_run, outcome.reason, unknown=False)
         return outcome.code or Exit.SOFTWARE
-    found = look_up(new.token)
-    if found is not None:
+    job = look_up(new_run.token)
+    if job is not None:
         say(f"sbatch failed ({outcome.reason}), but Slurm has the job")
-        taken(found)
+        announce_job(job)
         return Exit.OK
-    _tell_failure(new, outcome.reason, unknown=True)
+    _report_failure(new_run, outcome.reason, unknown=True)
     raise FallowError(
-        f"nobody knows whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm answers, "
-        f"the head looks for it: if it is there, run {new.run} takes it up, else the run fails, and you can submit it "
-        f"again. See: fallow status {new.run}; to give it up: fallow cancel {new.run}",
+        f"it is not known whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm "
+        f"answers, the head looks for the job. If the job exists, run {new_run.run} continues. If not, the run fails, "
+        f"and you can submit again. See: fallow status {new_run.run}; to give up: fallow cancel {new_run.run}",
         Exit.TEMPFAIL,
     )
 
 
-def _announce(made: Submission, line: str, run: str) -> None:
+def _announce(submission: Submission, line: str, run: str) -> None:
     job, _, cluster = line.partition(";")
-    if made.has_option("parsable"):
+    if submission.asked("parsable"):
         click.echo(line)
-    elif not made.has_option("quiet"):
+    elif not submission.asked("quiet"):
         click.echo(f"Submitted batch job {job}" + (f" on cluster {cluster}" if cluster else ""))
         say(f"run {run}; see: fallow status {run}")
     sys.stdout.flush()
 
 
-def _tell_job(new: NewRun, job_id: str) -> None:
-    """The head learns the job id; if it is away just now, it is left for it."""
+def _report_job(new_run: NewRun, job_id: str) -> None:
+    """Report the job id to the head. If the head cannot be reached, leave the job id for it in a file."""
     try:
-        ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
+        ask("base_submitted", run=new_run.run, token=new_run.token, job_id=job_id)
     except FallowError as error:
-        say(f"job {job_id} is submitted, but the head was not told ({error.message}); it will find it by itself")
+        say(f"job {job_id} is submitted; the head cannot be told ({error.message}) and will find the job later")
         with contextlib.suppress(OSError):
-            # Where no site overwrites comments, it finds the job by the token in its comment, too.
-            write_struct(Paths.default().run(new.run).base_job(new.token), BaseJob(job_id))
+            # The head can also find the job by the token in its comment, unless the site overwrites comments.
+            write_struct(Paths.default().run(new_run.run).base_job(new_run.token), BaseJob(job_id))
 
 
 def _warn_of_refusal(run: str) -> None:
-    """Say at once if Slurm would take no harvest job of the run, which would show only once nodes are idle."""
+    """Warn at once if Slurm would refuse the run's harvest jobs. Else that would show only once nodes are idle."""
     with contextlib.suppress(FallowError):
         if refusal := ask("test_harvest", str, run=run):
-            say(f"run {run} cannot grow, Slurm would refuse its harvest jobs: {refusal}")
+            say(f"run {run} cannot grow: Slurm would refuse its harvest jobs: {refusal}")
 
 
-def _tell_failure(new: NewRun, reason: str, unknown: bool) -> None:
+def _report_failure(new_run: NewRun, reason: str, unknown: bool) -> None:
     try:
-        ask("base_failed", run=new.run, token=new.token, reason=reason, unknown=unknown)
+        ask("base_failed", run=new_run.run, token=new_run.token, reason=reason, unknown=unknown)
     except FallowError as error:
-        say(f"the head was not told ({error.message}); if the run is still shown: fallow cancel {new.run}")
+        say(f"the head cannot be told ({error.message}); if `fallow status` shows the run: fallow cancel {new_run.run}")
 
 
-def _become(argv: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
-    """sbatch itself takes over: nothing of ours is left to do."""
+def _replace_process(argv: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
+    """Replace this process by sbatch."""
     try:
         os.execvpe(argv[0], argv, {**os.environ, **(variables or {})})  # noqa: S606
     except OSError as error:
         raise _no_sbatch(error.strerror) from error
 
 
-def _no_sbatch(why: str | None) -> FallowError:
-    text = f"sbatch cannot be started ({why}); install Slurm's client commands or set PATH"
+def _no_sbatch(reason: str | None) -> FallowError:
+    text = f"sbatch cannot be started ({reason}); install Slurm's client commands or set PATH"
     return FallowError(text, Exit.UNAVAILABLE)

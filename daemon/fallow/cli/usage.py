@@ -1,4 +1,4 @@
-"""`fallow usage`: what runs used, what of it was wasted and why, and what it did to others and to the owner."""
+"""`fallow usage`: node-hours that runs used, what was wasted and why, and the effect on other users and the owner."""
 
 import re
 import time
@@ -12,13 +12,13 @@ from fallow.model import PRUNED, Amount, Exit, FallowError, LimitView, OwnerView
 from fallow.text import clean
 
 WHAT = {
-    Source.START_UP: "from the start of a job until its node was a member's",
-    Source.HAND_OVER: "pauses in which the membership changed",
-    Source.DISCARDED: "steps that were done again after a kill",
-    Source.STANDBY: "ready, and not needed for the time being",
+    Source.START_UP: "from the start of a job until its node was a member",
+    Source.HAND_OVER: "pauses for changes of the membership",
+    Source.DISCARDED: "steps that were repeated after a kill",
+    Source.STANDBY: "ready, but not needed",
     Source.DRAINED: "from the last step until Slurm had the node back",
     Source.CUT_SHORT: "ended by Slurm (preemption, walltime, node failure) before the first step",
-    Source.NOTHING: "jobs that ended before the first step by themselves or by us",
+    Source.NOTHING: "jobs that ended, or that Fallow cancelled, before the first step",
 }
 
 LIMITS: dict[str, Callable[[LimitView], str]] = {
@@ -45,10 +45,10 @@ def usage(run: str | None, since: str | None, by: str, as_json: bool) -> None:
 
 
 def first_day(text: str, now: float) -> str:
-    """`YYYY-MM-DD` of a day or of `Nd`, the last N days with today.
+    """First day, as `YYYY-MM-DD`, of a period that is given as a date or as `Nd`: the last N days, with today.
 
     Raises:
-        FallowError: it is neither.
+        FallowError: the text is neither.
     """
     try:
         if match := re.fullmatch(r"(\d{1,5})d", text):
@@ -60,23 +60,23 @@ def first_day(text: str, now: float) -> str:
 
 
 def show_usage(report: UsageReport) -> None:
-    """The table, the causes, others and the owner."""
+    """Print the table, the causes of waste, the delays of other users and the owner's limits."""
     if not report.rows:
         click.echo(clean("nothing used" + (f" since {report.since}" if report.since else " yet")))
     else:
         _show_rows(report)
-    delayed = report.others_delayed
-    if delayed is not None:
+    delays = report.others_delayed
+    if delays is not None:
         click.echo(
-            f"\nothers' jobs that waited because a node was still ours: {delayed.jobs}"
-            + (f", p95 {delayed.p95_s:.1f} s, longest {delayed.max_s:.1f} s" if delayed.jobs else "")
+            f"\nother users' jobs that waited for a node to be returned: {delays.jobs}"
+            + (f", p95 {delays.p95_s:.1f} s, longest {delays.max_s:.1f} s" if delays.jobs else "")
         )
     if report.owner is not None:
         _show_owner(report.owner)
 
 
 def _show_rows(report: UsageReport) -> None:
-    """A row for each run, project or day, and why what was wasted was."""
+    """Print a row for each run, project or day, and the causes of waste."""
     total = report.total
     has_cost = total.allocated.cost is not None
     columns: dict[str, Callable[[UsageRow], str]] = {
@@ -125,7 +125,9 @@ def _cost(amount: Amount) -> str:
 
 
 def _show_owner(owner: OwnerView) -> None:
-    click.echo("\n" + clean(f"Slurm's accounts say of {owner.user}" if owner.user else "of the owner's limits"))
+    click.echo(
+        "\n" + clean(f"limits and shares of {owner.user} in Slurm's accounting" if owner.user else "limits and shares")
+    )
     if owner.limits:
         show_items(LIMITS, owner.limits)
     for share in owner.shares:

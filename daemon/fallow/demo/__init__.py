@@ -1,1 +1,1 @@
-"""`fallow demo`: the whole story on a private Slurm, measured and checked."""
+"""`fallow demo`: train on a private Slurm that other users need, too; measure and check the run."""

@@ -1,8 +1,7 @@
-"""Follow the holes of a cluster from look to look. No I/O and no clock.
+"""Find the holes of a cluster in a series of snapshots. No I/O and no clock.
 
-A *hole* is a stretch of time in which a node runs no job of others: from the end of the last one to the start of the
-next one. A harvest job does not end a hole, and neither does backfill that sets the node aside (PLANNED).
-A change is dated halfway between the two looks that show it.
+A *hole* is a time in which a node runs no job of other users. A harvest job does not end a hole, and neither does
+backfill that plans a job on the node (PLANNED). A change is dated halfway between the two snapshots that show it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ class Hole:
     begin: float
     end: float
     left_by_others: bool
-    "False: the watch began in this hole, or the node had been down"
+    "True if a job of another user ended here. False: the watch began in this hole, or the node had been down"
     allocated_at: float | None = None
     "start of the first harvest job"
     member_at: float | None = None
@@ -36,7 +35,7 @@ class Hole:
 
 
 class HoleWatch:
-    """All holes of a cluster since the first look."""
+    """All holes of a cluster since the first snapshot."""
 
     def __init__(self) -> None:
         self.holes: list[Hole] = []
@@ -46,52 +45,52 @@ class HoleWatch:
         self._at: float | None = None
 
     def look(self, at: float, owners: Mapping[str, NodeOwner], members: Collection[str]) -> None:
-        """Take in one look at the cluster.
+        """Add one snapshot of the cluster.
 
         Args:
-            at: Unix time, later than that of the look before.
-            owners: node -> whose it is; a node that is left out is as it was in the look before. Pass a node of the
-                base allocation as OTHERS: it is not idle without us.
-            members: nodes that train. A member on a node that is not ours (any more) does not count.
+            at: Unix time, later than that of the previous snapshot.
+            owners: node -> owner. A missing node keeps its previous owner. Pass the nodes of the base allocation as
+                OTHERS: they would not be idle without Fallow.
+            members: names of the nodes that train. Nodes whose owner is not OURS do not count.
         """
-        before = at if self._at is None else self._at
-        middle = (before + at) / 2
+        previous_at = at if self._at is None else self._at
+        changed_at = (previous_at + at) / 2
         owners = {**self._owners, **owners}
         training = frozenset(node for node in members if owners.get(node) is NodeOwner.OURS)
         for node, owner in owners.items():
             hole = self._open.get(node)
             if hole is not None and node in self._training:
-                hole.trained_s += middle - before
+                hole.trained_s += changed_at - previous_at
             if owner in FREE:
                 if hole is None:
-                    left = self._owners.get(node) is NodeOwner.OTHERS
-                    hole = self._open[node] = Hole(node=node, begin=middle, end=at, left_by_others=left)
+                    left_by_others = self._owners.get(node) is NodeOwner.OTHERS
+                    hole = self._open[node] = Hole(node=node, begin=changed_at, end=at, left_by_others=left_by_others)
                     self.holes.append(hole)
                 hole.end = at
                 if owner is NodeOwner.OURS and hole.allocated_at is None:
-                    hole.allocated_at = middle
+                    hole.allocated_at = changed_at
                 if node in training:
-                    hole.trained_s += at - middle
-                    hole.member_at = middle if hole.member_at is None else hole.member_at
+                    hole.trained_s += at - changed_at
+                    hole.member_at = changed_at if hole.member_at is None else hole.member_at
             elif hole is not None:
-                self._open.pop(node).end = middle
+                self._open.pop(node).end = changed_at
         self._at, self._owners, self._training = at, owners, training
 
     @property
     def start_up_s(self) -> float | None:
         """Median time from the start of a harvest job until its node trains."""
-        found = [h.member_at - h.allocated_at for h in self.holes if h.member_at and h.allocated_at]
-        return median(found) if found else None
+        delays_s = [h.member_at - h.allocated_at for h in self.holes if h.member_at and h.allocated_at]
+        return median(delays_s) if delays_s else None
 
     def idle_node_s(self, longer_than_s: float = 0.0) -> float:
-        """Node-seconds of all holes that are longer than that."""
+        """Node-seconds of all holes longer than `longer_than_s`."""
         return sum(hole.length_s for hole in self.holes if hole.length_s > longer_than_s)
 
     def harvested_node_s(self, longer_than_s: float = 0.0) -> float:
-        """Node-seconds of training in holes that are longer than that."""
+        """Node-seconds of training in holes longer than `longer_than_s`."""
         return sum(hole.trained_s for hole in self.holes if hole.length_s > longer_than_s)
 
 
 def waits_s(holes: Iterable[Hole]) -> list[float]:
-    """Seconds from the begin of each hole until its node trained. Holes that were never used are left out."""
+    """Seconds from the beginning of each hole until its node trained. Leaves out holes that were never used."""
     return [hole.member_at - hole.begin for hole in holes if hole.member_at is not None]

@@ -1,7 +1,7 @@
-"""Play the whole story of Fallow on a private Slurm: `fallow demo`.
+"""`fallow demo`: train on a private Slurm on which other users run jobs, and report.
 
-The figures are the head's own: its report of the run, its event log, and its snapshots of the cluster (one each half a
-second, from a poll of Slurm each two seconds). The same training then runs undisturbed on one node, to compare with.
+All figures come from the head: its report of the run, its event log, and its snapshots of the cluster (every 0.5 s,
+from a poll of Slurm every 2 s). Then the same training runs undisturbed on one node, for comparison.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ NODES = 8
 UTILISATION = 0.6
 POLL_S = 2.0
 CALIBRATION_STEPS = 30
-"""Steps of one member alone that show how long a step takes on this machine."""
+"""Steps of the calibration, in which one member alone shows how long a step takes on this machine."""
 
 TRAINING = ["--layers", "4", "--width", "128", "--context", "64", "--batch-size", "4"]
 SETTINGS = {
@@ -40,7 +40,7 @@ SETTINGS = {
     "FALLOW_HARVEST__MAX_PENDING": str(NODES),
     "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": "15",
 }
-"""The head's, as environment variables: everything happens sooner than on a real cluster."""
+"""Settings of the head, as environment variables: everything happens sooner than on a real cluster."""
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=gpt
@@ -55,12 +55,12 @@ echo "the training is finished; this line runs once"
 
 
 class Demo:
-    """One performance.
+    """One demonstration.
 
     Args:
         folder: private and empty.
-        seconds: how long the training should take, about.
-        live: shows what happens.
+        seconds: approximate length of the training.
+        live: shows events and progress.
     """
 
     def __init__(self, folder: Path, seconds: float, live: LiveView) -> None:
@@ -72,13 +72,13 @@ class Demo:
         self._requests = 0
 
     async def play(self) -> DemoReport:
-        """From the first step of the calibration to the report."""
+        """Calibrate, train on a private Slurm, train undisturbed, and return the report."""
         script = shipped("examples") / "gpt_stdlib.py"
         step_s = await self._calibrate(script)
         steps = max(20, int(self.seconds / step_s))
         self.live.say(f"one member alone takes {step_s * 1000:.0f} ms a step: {steps} steps")
         self.live.say(f"starting a private Slurm of {NODES} nodes")
-        # Not in a thread: nobody would take down what is up only after the demo has been cancelled.
+        # Not in a thread: if the demo were cancelled meanwhile, nobody would take the testbed down.
         testbed = Testbed.up(self.folder / "slurm", nodes=NODES)
         try:
             snapshot, elastic, took_s = await self._elastic(Stage(self.folder, testbed, SETTINGS), script, steps)
@@ -86,13 +86,13 @@ class Demo:
             await asyncio.to_thread(testbed.down)
         self.live.say("the same training undisturbed on one node, to compare with")
         static = await self._local("static", script, steps)
-        finished = static.status is RunStatus.FINISHED
+        is_finished = static.status is RunStatus.FINISHED
         head = snapshot.head
         return DemoReport(
             **asdict(elastic),
             slurm=SlurmFacts(version=head.slurm_version or "unknown", nodes=len(snapshot.nodes)),
-            static_digest=static.final_digest if finished else None,
-            static_loss=static.final_loss if finished else None,
+            static_digest=static.final_digest if is_finished else None,
+            static_loss=static.final_loss if is_finished else None,
             hole_to_step_s=quantiles(waits_s(self._watch.holes)),
             idle_node_s=self._watch.idle_node_s(),
             harvested_node_s=self._watch.harvested_node_s(),
@@ -103,17 +103,17 @@ class Demo:
         )
 
     async def _calibrate(self, script: Path) -> float:
-        """Seconds of one step of the whole global batch, on one member alone."""
-        seen: list[tuple[float, int]] = []
+        """Measure the seconds of one step, of the whole global batch, on one member."""
+        step_times: list[tuple[float, int]] = []
 
         def look(view: RunView) -> None:
-            if view.step and (not seen or seen[-1][1] != view.step):
-                seen.append((time.monotonic(), view.step))
+            if view.step and (not step_times or step_times[-1][1] != view.step):
+                step_times.append((time.monotonic(), view.step))
 
         await self._local("calibration", script, CALIBRATION_STEPS, look)
-        if len(seen) < 2:
+        if len(step_times) < 2:
             raise FallowError("the example training made no step on this machine; see the logs", Exit.SOFTWARE)
-        return (seen[-1][0] - seen[0][0]) / (seen[-1][1] - seen[0][1])
+        return (step_times[-1][0] - step_times[0][0]) / (step_times[-1][1] - step_times[0][1])
 
     async def _local(
         self, name: str, script: Path, steps: int, look: Callable[[RunView], None] | None = None
@@ -126,12 +126,12 @@ class Demo:
             return await Driver(place, command, 1, max_members=NODES, output=log, on_view=look).train()
 
     async def _elastic(self, stage: Stage, script: Path, steps: int) -> tuple[Snapshot, RunReport, float]:
-        """Train on the testbed; returns the head's last snapshot, the run's report and the seconds that it took."""
+        """Train on the testbed. Returns the head's last snapshot, the run's report and the seconds of the training."""
         control = await stage.head.start()
         patience_s = 3 * self.seconds + 180
         load_log = self.folder / "load.log"
         load = start_load(stage.testbed, load_log, seed=0, seconds=patience_s, utilisation=UTILISATION)
-        began = time.monotonic()
+        began_at = time.monotonic()
         try:
             job_id = await stage.submit(SCRIPT.format(command=" ".join(_command(script, steps))), NODES)
             self.live.say(f"submitted as job {job_id}: 1 to {NODES} nodes")
@@ -143,7 +143,7 @@ class Demo:
             await control.call("cancel", run=run)
         finally:
             load.terminate()
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - began_at
         snapshot = await control.call("status", Snapshot)
         report = await control.call("report", RunReport, run=run)
         await asyncio.to_thread(load.wait, 60)
@@ -155,7 +155,7 @@ class Demo:
         return snapshot, report, took_s
 
     async def _follow(self, stage: Stage, run: str, load: subprocess.Popen[bytes]) -> None:
-        """Watch the training until it has ended. The holes count from its first step on."""
+        """Watch the training until it has ended. Holes count from the first step on."""
         stream = await ControlClient.connect(stage.head.paths.head_file)
         try:
             async for item in stream.watch():

@@ -1,6 +1,6 @@
-"""What people see of the demo: who is in, step, loss and each change with its reason meanwhile, and then its report.
+"""Output of the demo: meanwhile members, step, loss and each change with its reason; at the end the report.
 
-The report is the JSON of DESIGN section 6, and a table.
+The report is a table, or the JSON of DESIGN section 6.
 """
 
 import sys
@@ -34,20 +34,20 @@ GLYPHS = {
     NodeOwner.OURS: ("#", "green"),
 }
 QUIET = frozenset(("job", "dismiss", "limit", "checkpoint", "slurm"))
-"""Kinds of events that the story does not need."""
+"""Kinds of events that are not shown."""
 
 HEARTBEAT_S = 10.0
-"""Where nothing can be redrawn, a line of progress is printed so often."""
+"""Seconds between lines of progress if standard error is no terminal."""
 
 
 class LiveView:
-    """Prints on standard error what happens; below it a terminal shows how things stand."""
+    """Prints events on standard error. A terminal also shows the current state, below the events."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr)
-        self._began = time.monotonic()
+        self._began_at = time.monotonic()
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._printed = 0.0
+        self._printed_at = 0.0
 
     def __enter__(self) -> "LiveView":
         if self._console.is_terminal:
@@ -58,9 +58,9 @@ class LiveView:
         self._live.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays."""
         self._console.print(
-            f"{time.monotonic() - self._began:6.1f} s  {clean(text)}", markup=False, highlight=False, soft_wrap=True
+            f"{time.monotonic() - self._began_at:6.1f} s  {clean(text)}", markup=False, highlight=False, soft_wrap=True
         )
 
     def show(self, item: Snapshot | EventRecord) -> None:
@@ -69,8 +69,8 @@ class LiveView:
                 self.say(item.text)
         elif self._console.is_terminal:
             self._live.update(_picture(item))
-        elif item.runs and time.monotonic() - self._printed > HEARTBEAT_S:
-            self._printed = time.monotonic()
+        elif item.runs and time.monotonic() - self._printed_at > HEARTBEAT_S:
+            self._printed_at = time.monotonic()
             self.say(_progress(item.runs[0]))
 
 
@@ -78,7 +78,7 @@ def _picture(snapshot: Snapshot) -> Group:
     parts: list[Text | Padding] = []
     for run in snapshot.runs[:1]:
         parts.append(Text(_progress(run), style="bold"))
-        # A bar by itself ends no line.
+        # A ProgressBar does not end its line; Padding does.
         parts.append(Padding(ProgressBar(total=run.total_steps or 100, completed=run.step, width=70), 0))
     nodes = ((node.node, *GLYPHS[node.owner]) for node in snapshot.nodes)
     parts.append(Text(" ").join(Text(f"{name}:{sign}", style=style) for name, sign, style in nodes))
@@ -102,7 +102,7 @@ class SlurmFacts(Struct, frozen=True):
 
 
 class DemoReport(RunReport, frozen=True, kw_only=True):
-    """The run's report, and what only the demo knows."""
+    """The run's report with the figures of the demo."""
 
     slurm: SlurmFacts
     static_digest: str | None
@@ -118,20 +118,20 @@ class DemoReport(RunReport, frozen=True, kw_only=True):
 
     @property
     def shortfalls(self) -> list[str]:
-        """What a reader must know before believing the rest, in words."""
-        out = []
+        """Sentences on what went wrong, which a reader must know before believing the figures."""
+        reasons = []
         if self.status is not RunStatus.FINISHED:
-            out.append(f"the training did not finish: it is {self.status} ({self.message or 'no message'})")
+            reasons.append(f"the training did not finish: it is {self.status} ({self.message or 'no message'})")
         if self.samples.lost or self.samples.duplicated:
-            out.append(f"{self.samples.lost} samples lost, {self.samples.duplicated} repeated")
+            reasons.append(f"{self.samples.lost} samples lost, {self.samples.duplicated} repeated")
         if self.static_loss is None:
-            out.append("the undisturbed run did not finish, so there is nothing to compare with")
+            reasons.append("the undisturbed run did not finish, so there is nothing to compare with")
         if self.released_late:
-            out.append(f"{self.released_late} nodes were taken away before the training had left them")
+            reasons.append(f"{self.released_late} nodes were taken away before the training had left them")
         changes = [g for g in self.generations if g.kind.value != "start"]
         if not changes:
-            out.append("the membership never changed: the run was too short for the cluster's holes")
-        return out
+            reasons.append("the membership never changed: the run was too short for the cluster's holes")
+        return reasons
 
 
 def to_table(report: DemoReport) -> Group:

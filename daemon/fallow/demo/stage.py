@@ -1,4 +1,4 @@
-"""A private Slurm with a head of its own, jobs of other users and one training: where the demo plays."""
+"""The cluster of the demo: a private Slurm with its own head, jobs of other users and one training."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ class Stage:
     """A testbed and the head that harvests on it.
 
     Args:
-        folder: private; takes the head's state and all logs.
-        testbed: is up.
+        folder: private folder for the head's state and all logs.
+        testbed: a running testbed.
         settings: environment variables for the head.
     """
 
@@ -32,7 +32,7 @@ class Stage:
         """Run `fallow submit --nodes=1:NODES` on a batch script with this text; returns the job id.
 
         Raises:
-            FallowError: it failed.
+            FallowError: the command failed.
         """
         batch = self.folder / "training.sbatch"
         batch.write_text(script)
@@ -45,21 +45,21 @@ class Stage:
             env=self.environ,
             cwd=self.folder,
         )
-        out, err = await process.communicate()
+        output, errors = await process.communicate()
         if process.returncode != 0:
-            raise FallowError(f"fallow submit failed: {err.decode(errors='replace').strip()}", Exit.SOFTWARE)
-        return out.decode().strip()
+            raise FallowError(f"fallow submit failed: {errors.decode(errors='replace').strip()}", Exit.SOFTWARE)
+        return output.decode().strip()
 
 
 def start_load(testbed: Testbed, log: Path, *, seed: int, seconds: float, **options: float) -> subprocess.Popen[bytes]:
     """Start `fallow testbed load`: jobs of other users until SIGTERM.
 
     Args:
-        testbed: takes the jobs.
+        testbed: the testbed for the jobs.
         log: file for the output.
         seed: the same seed makes the same jobs.
-        seconds: after which it ends by itself.
-        options: more of its options, by name.
+        seconds: length of the load.
+        options: more options of the command, by name.
     """
     argv = [sys.executable, "-Pm", "fallow", "testbed", "load", str(testbed.folder), "--seed", str(seed)]
     argv += [
@@ -68,16 +68,16 @@ def start_load(testbed: Testbed, log: Path, *, seed: int, seconds: float, **opti
         *(word for name, value in options.items() for word in (f"--{name}", str(value))),
     ]
     with log.open("wb") as output:
-        # In a session of its own: Ctrl-C is for its starter, who ends it in order.
+        # In a session of its own: Ctrl-C reaches this process only, which ends the load in order.
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
 
 
 def owners_of(snapshot: Snapshot, run: RunView) -> dict[str, NodeOwner]:
-    """Whose each node is. Nodes of the run's base allocation count as others': they are not harvested."""
+    """Node -> owner. Nodes of the run's base allocation count as OTHERS: they are not harvested."""
     base = {node for each in run.allocations if each.kind is AllocationKind.BASE for node in each.nodes}
     return {node.node: NodeOwner.OTHERS if node.node in base else node.owner for node in snapshot.nodes}
 
 
 def members_of(run: RunView) -> set[str]:
-    """Nodes that train."""
+    """Names of the nodes that train."""
     return {member.node for member in run.training}

@@ -1,4 +1,4 @@
-"""Runs one training under a private head and makes the scheduled things happen at their steps."""
+"""Run one training under a private head, and carry out each item of a schedule at its step."""
 
 import asyncio
 import contextlib
@@ -31,28 +31,28 @@ from fallow.model import (
 )
 
 LOOK_S = 0.02
-"""How often the driver looks at the run's step."""
+"""Seconds between two looks at the run's step."""
 
 END_S = 20.0
 SETTLE_S = 20.0
-"""An item waits at most this long for the one before it to take effect."""
+"""Most seconds that an item waits for the previous item to take effect."""
 
 
 class Driver:
     """One `fallow local` session over a folder of its own.
 
     Args:
-        folder: private and empty; holds the head's state.
+        folder: private and empty; for the head's state.
         command: the training's argv.
-        members: nodes that it starts with.
-        schedule: what happens then.
+        members: number of nodes at the start.
+        schedule: later changes of the membership, and failures.
         workers_per_node: workers of each member.
         max_members: most members at any time; None: the peak of the schedule.
-        output: takes the main member's output.
-        on_view: called with each look at the run.
-        environ: environment of everything that is started.
-        name: of the run; None: the command's.
-        by_seconds: the command tells no steps, so those of the schedule are seconds since the training began.
+        output: file for the main member's output.
+        on_view: called with each new view of the run.
+        environ: environment of all processes.
+        name: name of the run; None: made from the command.
+        by_seconds: the command reports no steps, so steps of the schedule mean seconds since the training began.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Driver:
     ) -> None:
         self.command = list(command)
         self.members = members
-        self.total = members + sum(item.count for item in schedule if item.action is Action.ADD)
-        self.due = list(schedule)
-        "items whose step has not come"
+        self.total_nodes = members + sum(item.count for item in schedule if item.action is Action.ADD)
+        self.pending_items = list(schedule)
+        "items that have not been carried out"
         self._spec = RunSpec(
             run="",
             name=name or name_of(command),
@@ -90,26 +90,26 @@ class Driver:
         self._head = HeadProcess.private(folder, {**environ, "FALLOW_SLURM__CLIENT": "none"})
         self.paths, self._environ = self._head.paths, self._head.environ
         self._agents: dict[str, asyncio.subprocess.Process] = {}
-        "by the token of their allocation: one on each node"
+        "token of an allocation -> its agent; one on each node"
         self._run = ""
         self._control: ControlClient
         self._by_seconds = by_seconds
-        self._began: float | None = None
+        self._began_at: float | None = None
         self._pids: dict[str, list[int]] = {}
-        "of each member's workers"
-        self._killed: set[str] = set()
-        self.happened: list[tuple[Item, float]] = []
-        "items that were carried out, and when they began (time.monotonic)"
-        self._settle_until = 0.0
-        self.absent = 0
-        "nodes that ended or were refused before they could become members"
-        self.absent_because = ""
+        "member -> process ids of its workers"
+        self._killed_members: set[str] = set()
+        self.performed_items: list[tuple[Item, float]] = []
+        "items that were carried out, with the time at which they began (time.monotonic)"
+        self._settle_end_at = 0.0
+        self.absent_nodes = 0
+        "number of nodes that ended or were refused before they became members"
+        self.absence_reason = ""
 
     async def train(self) -> RunReport:
-        """From start to end of the training; everything that was started is gone afterwards.
+        """Train from start to end. Afterwards all processes have ended.
 
         Raises:
-            FallowError: it could not start.
+            FallowError: the training could not start.
         """
         self._control = await self._head.start()
         try:
@@ -123,25 +123,23 @@ class Driver:
             await self._clean_up()
 
     async def _start_agents(self) -> bool:
-        """Start all nodes and wait until none is starting up any more; False if the run has ended by then.
+        """Start all nodes and wait until no node is starting up. Returns False if the run has ended meanwhile.
 
-        Newcomers come after the first members: those who are ready first decide what a member's state looks like.
+        Nodes that join later are started after the first members: the first ready members define the state's layout.
         """
-        for count, needed in ((self.members, True), (self.total - self.members, False)):
+        for count, are_first in ((self.members, True), (self.total_nodes - self.members, False)):
             for _ in range(count):
                 await self._start_agent()
-            while not (view := await self._look()).status.ended and self._are_coming(view):
+            while not (view := await self._look()).status.ended and self._has_starting_nodes(view):
                 self._check_agents()
                 await asyncio.sleep(LOOK_S)
             if view.status.ended:
                 return False
-            self.absent = len(self._agents) - _ready(view)
-            self.absent_because = view.message
-            if self.absent and needed:
-                raise FallowError(
-                    f"{self.absent} of the first {self.members} members did not come to run.updates(): {view.message}",
-                    Exit.SOFTWARE,
-                )
+            self.absent_nodes = len(self._agents) - _ready(view)
+            self.absence_reason = view.message
+            if self.absent_nodes and are_first:
+                text = f"{self.absent_nodes} of the first {self.members} members did not reach run.updates()"
+                raise FallowError(f"{text}: {view.message}", Exit.SOFTWARE)
         return True
 
     async def _start_agent(self) -> None:
@@ -155,79 +153,86 @@ class Driver:
             start_new_session=True,
         )
 
-    def _are_coming(self, view: RunView) -> bool:
-        """Is any node still on its way? One that has ended is not: its agent has, or its allocation is given up."""
-        ready = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
-        kept = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
-        living = {token for token, agent in self._agents.items() if agent.returncode is None}
-        return bool(living & kept - ready)
+    def _has_starting_nodes(self, view: RunView) -> bool:
+        """True if a node is starting up. A node with an ended agent or a released allocation does not count."""
+        ready_tokens = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
+        allocated_tokens = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
+        living_tokens = {token for token, agent in self._agents.items() if agent.returncode is None}
+        return bool(living_tokens & allocated_tokens - ready_tokens)
 
     def _check_agents(self) -> None:
         agents = self._agents.values()
         if agents and all(agent.returncode is not None for agent in agents):
             codes = sorted({str(agent.returncode) for agent in agents})
-            why = "; the schedule has left it no member" if codes == [str(int(Exit.NO_RESTART))] else ""
-            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on{why}", Exit.SOFTWARE)
+            hint = "; the schedule has left the run no member" if codes == [str(int(Exit.NO_RESTART))] else ""
+            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on{hint}", Exit.SOFTWARE)
 
     async def _follow(self) -> None:
-        """Make each item happen as soon as its step is finished and the item before it has taken effect."""
+        """Carry out each item as soon as its step is finished and the previous item has taken effect."""
         while not (view := await self._look()).status.ended:
-            if self.due and view.generation and self._reached(view) >= self.due[0].step and self._settled(view):
+            if (
+                self.pending_items
+                and view.generation
+                and self._progress(view) >= self.pending_items[0].step
+                and self._is_settled(view)
+            ):
                 try:
-                    await self._do(self.due[0], view)
+                    await self._carry_out(self.pending_items[0], view)
                 except FallowError as error:
                     # The run may have ended since the last look.
                     if error.code is not Exit.USAGE or not (await self._look()).status.ended:
                         raise
                     return
-                self._settle_until = time.monotonic() + SETTLE_S
-                self.due.pop(0)
+                self._settle_end_at = time.monotonic() + SETTLE_S
+                self.pending_items.pop(0)
             self._check_agents()
             await asyncio.sleep(LOOK_S)
 
-    def _reached(self, view: RunView) -> float:
-        """The step, or the second, that the training is in; it has begun."""
-        if self._began is None:
-            self._began = time.monotonic()
-        return time.monotonic() - self._began if self._by_seconds else view.step
+    def _progress(self, view: RunView) -> float:
+        """Finished steps, or seconds since the first call. Call it only once the training has begun."""
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+        return time.monotonic() - self._began_at if self._by_seconds else view.step
 
-    def _settled(self, view: RunView) -> bool:
-        """No change is under way or about to begin, and members' processes are known, as signals are for those.
+    def _is_settled(self, view: RunView) -> bool:
+        """True if no change is under way or about to begin, and all workers' process ids are known, for signals.
 
-        Given up after `SETTLE_S`: a stopped member may never settle.
+        Also true after `SETTLE_S`, since a stopped member may never settle.
         """
-        calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in view.training)
-        full = not _ready(view) or len(view.training) >= view.useful
-        alive = not self._killed.intersection(m.member for m in view.training)
-        return (calm and full and alive) or time.monotonic() > self._settle_until
+        is_calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in view.training)
+        is_full = not _ready(view) or len(view.training) >= view.useful
+        are_alive = not self._killed_members.intersection(m.member for m in view.training)
+        return (is_calm and is_full and are_alive) or time.monotonic() > self._settle_end_at
 
-    async def _do(self, item: Item, view: RunView) -> None:
-        self.happened.append((item, time.monotonic()))
+    async def _carry_out(self, item: Item, view: RunView) -> None:
+        self.performed_items.append((item, time.monotonic()))
         match item.action:
             case Action.ADD:
-                # One killed before it was a member has left its place to whoever comes now.
+                # A node that was killed before it was a member has left its place to the next node.
                 if view.limit < view.max_nodes:
                     await self._call("grow", run=self._run, by=item.count)
             case Action.RELEASE:
                 youngest = sorted((m.member for m in view.training), key=member_number)[-item.count :]
                 await self._call("release", run=self._run, members=youngest)
             case Action.RELEASE_MEMBER:
-                await self._call("release", run=self._run, members=[_name(item)])
+                await self._call("release", run=self._run, members=[_member_of(item)])
             case Action.KILL | Action.STOP | Action.CONT:
                 number = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP, Action.CONT: signal.SIGCONT}
-                self._signal(_name(item), number[item.action])
+                self._signal(_member_of(item), number[item.action])
                 if item.action is Action.KILL:
-                    self._killed.add(_name(item))
+                    self._killed_members.add(_member_of(item))
             case Action.HEAD_KILL:
                 self._head.kill()
                 await self._control.aclose()
                 self._control = await self._head.start()
             case Action.STORE_KILL:
-                with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # the one before is not back yet
+                with contextlib.suppress(
+                    ProcessLookupError, FileNotFoundError
+                ):  # the store has not been started again yet
                     os.kill(store_pid(self.paths), signal.SIGKILL)
 
     def _signal(self, member: str, number: signal.Signals) -> None:
-        """Send it to all workers of the member."""
+        """Send a signal to all workers of a member."""
         for pid in self._pids.get(member, ()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -241,7 +246,7 @@ class Driver:
         return view
 
     async def _call(self, method: str, type_: Any = Any, **params: Any) -> Any:
-        """One request; a head that ended by itself is started again, as a supervisor would."""
+        """Send one request to the head. A head that has ended is started again, as a supervisor would do."""
         for _ in range(3):
             try:
                 return await self._control.call(method, type_, **params)
@@ -280,8 +285,8 @@ def _ready(view: RunView) -> int:
     return sum(member.phase is MemberPhase.READY for member in view.members)
 
 
-def _name(item: Item) -> str:
-    """Of the member that an item is about."""
+def _member_of(item: Item) -> str:
+    """Name of the member of an item."""
     assert item.member is not None
     return member_name(item.member + 1)
 
@@ -295,8 +300,10 @@ def name_of(command: Sequence[str]) -> str:
 
 def peak(members: int, schedule: Sequence[Item]) -> int:
     """Most members at any time of a schedule."""
-    leaves = (Action.RELEASE_MEMBER, Action.KILL)
-    changes = (item.count if item.action is Action.ADD else -item.count - (item.action in leaves) for item in schedule)
+    leave_actions = (Action.RELEASE_MEMBER, Action.KILL)
+    changes = (
+        item.count if item.action is Action.ADD else -item.count - (item.action in leave_actions) for item in schedule
+    )
     return max(accumulate(changes, initial=members))
 
 

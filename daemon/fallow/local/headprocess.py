@@ -16,20 +16,20 @@ from fallow.model import Exit, FallowError
 
 START_S = 120.0
 STOP_S = 60.0
-"""A head that is killed leaves its store behind."""
+"""Seconds for the head to stop in order. A head that is killed leaves its store running."""
 _PR_SET_PDEATHSIG = 1
 
 _prctl = ctypes.CDLL(None).prctl
-"""Looked up here, since between fork and exec nothing should be loaded."""
+"""Loaded at import, since nothing should be loaded between fork and exec."""
 
 
 class HeadProcess:
     """One head over one state folder.
 
     Args:
-        paths: of the state folder.
-        environ: its environment; FALLOW_STATE_DIR is set here.
-        log: file that takes its standard error.
+        paths: paths of the state folder.
+        environ: environment of the head. FALLOW_STATE_DIR is added.
+        log: file for the head's output.
     """
 
     def __init__(self, paths: Paths, environ: Mapping[str, str], log: Path) -> None:
@@ -40,12 +40,15 @@ class HeadProcess:
 
     @classmethod
     def private(cls, folder: Path, environ: Mapping[str, str]) -> "HeadProcess":
-        """One that keeps all that it has in a private folder, is found on this host only, and follows no settings but
-        those of its environment."""
+        """A head that keeps all its files in `folder`, serves this host only, and has no settings but `environ`."""
         config = folder / "config.toml"
         config.touch(mode=0o600)
-        own = {"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder), "FALLOW_CONFIG": str(config)}
-        environ = {**environ, **own, "FALLOW_HEAD__ADDRESS": "127.0.0.1"}
+        private_settings = {
+            "FALLOW_STATE_DIR": str(folder / "state"),
+            "XDG_RUNTIME_DIR": str(folder),
+            "FALLOW_CONFIG": str(config),
+        }
+        environ = {**environ, **private_settings, "FALLOW_HEAD__ADDRESS": "127.0.0.1"}
         return cls(Paths.default(environ).create(), environ, folder / "head.log")
 
     @property
@@ -58,10 +61,10 @@ class HeadProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> ControlClient:
-        """Start it and wait until it answers.
+        """Start the head and wait until it answers.
 
         Raises:
-            FallowError: it ended, or did not answer in time; its last words are in the message.
+            FallowError: the head ended or did not answer in time. The message has the last lines of its log.
         """
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -71,7 +74,7 @@ class HeadProcess:
                 stderr=log,
                 env=self.environ,
                 start_new_session=True,
-                # However the process that started it ends, the head ends in order, and its store with it.
+                # When this process ends, in whatever way, the head gets SIGTERM and ends in order, with its store.
                 preexec_fn=functools.partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
             )
         try:
@@ -91,8 +94,8 @@ class HeadProcess:
                             return client
                         await client.aclose()
                     await asyncio.sleep(0.05)
-        last = self.log.read_text(errors="replace").strip().splitlines()[-3:]
-        raise FallowError("the head did not start: " + " | ".join(last), Exit.UNAVAILABLE)
+        last_lines = self.log.read_text(errors="replace").strip().splitlines()[-3:]
+        raise FallowError("the head did not start: " + " | ".join(last_lines), Exit.UNAVAILABLE)
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""

@@ -51,7 +51,7 @@ class TestbedStatus(Struct, frozen=True):
     nodes: dict[str, int]
     "number of nodes by state, e.g. {'idle': 7, 'mixed': 1}; empty when slurmctld does not answer"
     jobs: dict[str, int]
-    "number of jobs by state, ended ones left out"
+    "number of jobs by state, without ended jobs"
     up: bool
     "slurmctld answers and no node is down"
 
@@ -65,7 +65,7 @@ class Testbed:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    # -- making and finding -------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------
 
     @classmethod
     def up(cls, folder: Path | None = None, **options: Any) -> Self:
@@ -82,8 +82,8 @@ class Testbed:
         check_host_name()
         user, version = _user_name(), slurm_version()
         with reserved_ports(options.get("nodes", NODES) + 1) as first_port:
-            made: dict[str, Any] = {"place": str(make_folder(folder)), "user": user, "first_port": first_port}
-            layout = msgspec.convert({**made, "version": version, "started_at": time.time(), **options}, Layout)
+            required: dict[str, Any] = {"place": str(make_folder(folder)), "user": user, "first_port": first_port}
+            layout = msgspec.convert({**required, "version": version, "started_at": time.time(), **options}, Layout)
             registry.remember(layout)
             testbed = cls(layout)
             try:
@@ -102,23 +102,23 @@ class Testbed:
             layout = registry.read_layout(folder.absolute())
             if layout is None:
                 raise FallowError(
-                    f"{folder}: no testbed here; `fallow testbed status` lists those there are", Exit.NOINPUT
+                    f"{folder}: no testbed here; `fallow testbed status` lists the testbeds", Exit.NOINPUT
                 )
             return cls(layout)
-        found = cls.all()
-        if not found:
-            raise FallowError("testbed: there is none; start one with `fallow testbed up`", Exit.NOINPUT)
-        if len(found) > 1:
-            names = ", ".join(str(testbed.folder) for testbed in found)
-            raise FallowError(f"testbed: there are several ({names}); name the folder", Exit.USAGE)
-        return found[0]
+        testbeds = cls.all()
+        if not testbeds:
+            raise FallowError("there is no testbed; start one with `fallow testbed up`", Exit.NOINPUT)
+        if len(testbeds) > 1:
+            names = ", ".join(str(testbed.folder) for testbed in testbeds)
+            raise FallowError(f"there are several testbeds ({names}); name the folder", Exit.USAGE)
+        return testbeds[0]
 
     @classmethod
     def all(cls) -> list[Self]:
         """All testbeds of this user on this host, oldest first."""
         return [cls(layout) for layout in registry.layouts()]
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
@@ -136,7 +136,7 @@ class Testbed:
     def slurm(self, *command: str) -> str:
         """Standard output of one of Slurm's client commands, run on this testbed."""
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 env=clean_environment(self.conf),
                 stdin=subprocess.DEVNULL,
@@ -145,7 +145,7 @@ class Testbed:
                 timeout=COMMAND_DEADLINE_S,
                 check=False,
             )
-            problem = f"failed ({done.stderr.strip() or done.returncode})" if done.returncode else ""
+            problem = f"failed ({process.stderr.strip() or process.returncode})" if process.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"did not end within {COMMAND_DEADLINE_S:g} s"
         if problem:
@@ -153,7 +153,7 @@ class Testbed:
                 f"testbed {self.folder}: {' '.join(command)} {problem}; see {self.folder}/slurmctld.log",
                 Exit.UNAVAILABLE,
             )
-        return done.stdout
+        return process.stdout
 
     def processes(self) -> set[int]:
         """Living processes of the testbed: daemons, job steps and their tasks."""
@@ -170,14 +170,14 @@ class Testbed:
         wait_until(lambda: self.status().up, UP_DEADLINE_S)
 
     def status(self) -> TestbedStatus:
-        """What runs now. Never fails because Slurm does not answer: then `up` is false."""
+        """Numbers of nodes and jobs now. If Slurm does not answer, `up` is false, and nothing is raised."""
         nodes, jobs = Counter[str](), Counter[str]()
         try:
             nodes.update(self._node_states())
             jobs.update(self.slurm("squeue", "-h", "-a", "-r", "-o", "%T").lower().split())
-            bad = any(state.startswith(("down", "unknown", "drain")) for state in nodes)
+            has_bad_nodes = any(state.startswith(("down", "unknown", "drain")) for state in nodes)
         except FallowError:
-            bad = True
+            has_bad_nodes = True
         return TestbedStatus(
             folder=str(self.folder),
             conf=str(self.conf),
@@ -185,32 +185,32 @@ class Testbed:
             slurm_version=f"{self.layout.version[0]}.{self.layout.version[1]:02d}",
             nodes=dict(nodes),
             jobs=dict(jobs),
-            up=not bad and bool(nodes),
+            up=not has_bad_nodes and bool(nodes),
         )
 
-    # -- ending -------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def down(self) -> None:
         """End all jobs and daemons and remove the folder. Leaves no process and no file; may be repeated.
 
-        All are killed: the state is thrown away, so nobody needs time to end in order.
+        Kills all processes: their state is thrown away, so they need no time to end in order.
         """
         if registry.read_layout(self.folder) is None:
             registry.forget(self.folder)
             return
-        ended = wait_until(self._kill_all, _KILL_DEADLINE_S)
+        has_ended = wait_until(self._kill_all, _KILL_DEADLINE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-        if not ended or self.folder.exists():
+        if not has_ended or self.folder.exists():
             raise FallowError(
-                f"testbed {self.folder}: processes {sorted(self.processes())} or files are left; "
-                "end them by hand and repeat",
+                f"testbed {self.folder}: processes {sorted(self.processes())} or files remain; "
+                "remove them by hand and repeat",
                 Exit.OSERR,
             )
         registry.forget(self.folder)
 
     def _kill_all(self) -> bool:
-        signal_all(left := self.processes(), signal.SIGKILL)
-        return not left
+        signal_all(pids := self.processes(), signal.SIGKILL)
+        return not pids
 
     def __enter__(self) -> Self:
         return self
@@ -222,13 +222,13 @@ class Testbed:
         return self.slurm("sinfo", "-h", "-N", "-p", PARTITION, "-o", "%T").split()
 
     def _wait_idle(self) -> None:
-        def idle() -> bool:
+        def are_idle() -> bool:
             try:
                 return self._node_states() == ["idle"] * self.layout.nodes
             except FallowError:
                 return False
 
-        if not wait_until(idle, UP_DEADLINE_S):
+        if not wait_until(are_idle, UP_DEADLINE_S):
             raise FallowError(
                 f"testbed: the nodes did not become idle within {UP_DEADLINE_S:g} s; what the daemons say:\n"
                 f"{logs(self.layout)}",

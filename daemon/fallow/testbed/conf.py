@@ -20,46 +20,46 @@ NODES = 8
 CPUS_PER_NODE = 4
 MEMORY_PER_NODE_MB = 4000
 KILL_WAIT_S = 5
-"Between SIGTERM and SIGKILL. Slurm's floor: below, slurmd still waits 5 s."
+"Seconds between SIGTERM and SIGKILL. Slurm's minimum: with less, slurmd still waits 5 s."
 GRACE_S = 10
-"Between the warning of a preempted job and its end."
+"Seconds between the warning of a preempted job and its end."
 
 
 class Profile(StrEnum):
-    """What kind of site the testbed plays."""
+    """Kind of site that the testbed imitates."""
 
     PREEMPT = "preempt"
-    """`normal` preempts `scavenge`, whose steps get SIGTERM `grace_s` before the end. Nobody preempts jobs in `normal`;
-    Slurm shows the cluster's mode for it all the same, as most sites do."""
+    """`normal` preempts `scavenge`, whose steps get SIGTERM `grace_s` before the end. Nobody preempts jobs in `normal`,
+    though Slurm shows the cluster's PreemptMode for `normal`, too, as on most sites."""
     NOGRACE = "nograce"
-    "the same without a warning: SIGTERM and SIGKILL are KillWait apart"
+    "as `preempt` without a warning: SIGTERM and SIGKILL are KillWait apart"
     PLAIN = "plain"
     "no preemption, one partition"
 
 
 class Layout(Struct, frozen=True):
-    """What a testbed is: all that its files depend on."""
+    """Parameters of a testbed: all that its files depend on."""
 
     place: str
     "path of the testbed's folder"
     user: str
-    "who runs the daemons: SlurmUser and SlurmdUser"
+    "user who runs the daemons: SlurmUser and SlurmdUser"
     first_port: int
-    "slurmctld's; the nodes' follow"
+    "port of slurmctld; the ports of the nodes follow"
     version: tuple[int, int]
-    "Slurm's major and minor, e.g. (22, 5)"
+    "major and minor version of Slurm, e.g. (22, 5)"
     started_at: float
     "Unix time"
     nodes: int = NODES
     gpus: int = 4
-    "of each node; they are fake"
+    "number of fake GPUs of each node"
     profile: Profile = Profile.PREEMPT
     bf_interval: int = 1
     "seconds between cycles of the backfill scheduler; sites have 30 and more"
     grace_s: int = GRACE_S
-    "of the profile `preempt`: between the warning of a job that is preempted and its end"
+    "profile `preempt`: seconds between the warning of a preempted job and its end"
     kill_wait_s: int = KILL_WAIT_S
-    "between SIGTERM and SIGKILL"
+    "seconds between SIGTERM and SIGKILL"
 
     @property
     def folder(self) -> Path:
@@ -116,14 +116,14 @@ def slurm_conf(layout: Layout) -> str:
         # without it the first job on a node takes all its memory
         f"DefMemPerCPU={MEMORY_PER_NODE_MB // cpus}",
         "SchedulerType=sched/backfill",
-        # as 22.05 does by itself; newer ones are multifactor, where without weights no --nice puts jobs behind others
+        # the default of 22.05; that of later versions, multifactor, needs weights for --nice to put jobs behind others
         "PriorityType=priority/basic",
         # resolution 1 s: planned starts are rounded up to it, and jobs on a testbed last seconds
         f"SchedulerParameters=bf_interval={layout.bf_interval},bf_resolution=1,bf_window=1440,bf_continue,"
         "bf_max_job_test=200,bf_hetjob_prio=min,bf_hetjob_immediate,sched_interval=2,batch_sched_delay=0,"
         "default_queue_depth=200",
         f"KillWait={layout.kill_wait_s}",
-        # finished jobs stay visible for this long: whoever plays a story of some minutes asks at its end how all ended
+        # seconds that ended jobs stay visible: tests and demos ask at their end how all jobs ended
         "MinJobAge=3600",
         "SlurmctldTimeout=30",
         "SlurmdTimeout=15",
@@ -154,7 +154,7 @@ def cgroup_conf(version: tuple[int, int]) -> str:
 
 
 def _partitions(layout: Layout) -> list[str]:
-    """The partitions, and that one preempts the other."""
+    """Lines for the partitions and for the preemption between them."""
     common = f"Nodes={layout.node_range} MaxTime=1-00:00:00 DefaultTime=10 State=UP"
     if layout.profile is Profile.PLAIN:
         return [f"PartitionName={PARTITION} {common} Default=YES"]

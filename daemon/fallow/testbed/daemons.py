@@ -17,8 +17,8 @@ _SOCKET_TAIL = len("/spool/n99/n99_99999999.4294967291")
 
 
 def make_folder(folder: Path | None) -> Path:
-    """A new folder for a testbed, or `folder` if it is empty; open for reading, for jobs of other users use it."""
-    # not TMPDIR: that of a job or of macOS-like set-ups is too long for Unix sockets
+    """Make the folder of a testbed, or take an empty one. Everybody may read it, since jobs of other users use it."""
+    # not TMPDIR: a path in it may be too long for Unix sockets
     place = folder.absolute() if folder else Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
     if len(os.fsencode(place)) + _SOCKET_TAIL >= SOCKET_PATH_LIMIT:
         raise FallowError(
@@ -32,7 +32,7 @@ def make_folder(folder: Path | None) -> Path:
             raise FallowError(
                 f"testbed: {place} is not empty; name a new folder, or take the testbed in it down", Exit.CANTCREAT
             )
-        place.chmod(0o755)  # jobs of another user read slurm.conf; secrets in it are closed one by one
+        place.chmod(0o755)  # jobs of another user read slurm.conf; secrets in the folder have modes of their own
     except OSError as error:
         text = f"testbed: {place} cannot be made ({error.strerror}); name another folder"
         raise FallowError(text, Exit.CANTCREAT) from error
@@ -42,7 +42,7 @@ def make_folder(folder: Path | None) -> Path:
 def write_files(layout: Layout) -> None:
     """Configuration, MUNGE key, spool folders and fake GPUs."""
     folder = layout.folder
-    # munged wants its socket's folder reachable by everybody, the key's closed to writers
+    # munged wants a folder that everybody can enter for its socket, and that nobody else can write for its key
     modes = {"munge": 0o755, "state": 0o700, "spool": 0o755} | {f"spool/{node}": 0o755 for node in layout.node_names}
     for name, mode in modes.items():
         (folder / name).mkdir()
@@ -70,10 +70,10 @@ def start_daemons(layout: Layout) -> None:
 
 
 def spawn(layout: Layout, command: list[str]) -> None:
-    """Run a daemon. As it goes into the background by itself it is nobody's child and never our zombie."""
+    """Start a daemon. It puts itself into the background, so it never becomes a zombie of this process."""
     try:
         with (layout.folder / f"{command[0]}.out").open("ab") as file:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 env=clean_environment(layout.conf, layout.folder),
                 cwd=layout.folder,
@@ -84,7 +84,7 @@ def spawn(layout: Layout, command: list[str]) -> None:
                 timeout=_SPAWN_DEADLINE_S,
                 check=False,
             )
-        problem = f"ended with {done.returncode}" if done.returncode else ""
+        problem = f"ended with {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         problem = f"did not start within {_SPAWN_DEADLINE_S:g} s"
     if problem:

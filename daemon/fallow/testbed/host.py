@@ -1,4 +1,4 @@
-"""What a testbed needs of the host: commands, free ports, and finding its own processes again."""
+"""What a testbed needs of the host: commands, free ports, and a list of its own processes."""
 
 import contextlib
 import os
@@ -19,22 +19,22 @@ MARK = "FALLOW_TESTBED"
 "Environment variable of every daemon of a testbed; slurmd's children inherit it. Its value is the folder."
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
-"What a testbed calls. The plugins for gres and preemption have no command of their own to look for."
+"Commands that a testbed calls. The plugins for gres and preemption have no commands to look for."
 _PACKAGES = "munge slurm-client slurm-wlm-basic-plugins slurmctld slurmd"
 
 # Daemons live in sbin folders, which the PATH of an ordinary user often lacks.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/opt/slurm/sbin")
-# Below the usual range of outgoing connections (32768 and up), so that none of those takes a port first.
+# Below the usual range of outgoing connections (32768 and up), so that no connection takes a port first.
 _PORTS = range(20_000, 32_000)
 _POLL_S = 0.05
 
 
 def check_commands() -> None:
-    """Raise FallowError, with what to install, unless all of `COMMANDS` are there."""
-    missing = [name for name in COMMANDS if shutil.which(name, path=_path()) is None]
-    if missing:
+    """Raise FallowError, with what to install, unless all of `COMMANDS` exist."""
+    missing_commands = [name for name in COMMANDS if shutil.which(name, path=_path()) is None]
+    if missing_commands:
         raise FallowError(
-            f"testbed: {', '.join(missing)} not found on this host; install Slurm and MUNGE "
+            f"testbed: {', '.join(missing_commands)} not found on this host; install Slurm and MUNGE "
             f"(Debian, Ubuntu: apt-get install {_PACKAGES})",
             Exit.UNAVAILABLE,
         )
@@ -45,12 +45,12 @@ def _path() -> str:
 
 
 def slurm_version() -> tuple[int, int]:
-    """Major and minor of the Slurm that is installed, e.g. (22, 5)."""
+    """Major and minor version of the installed Slurm, e.g. (22, 5)."""
     argv, environment = ["slurmctld", "-V"], {**os.environ, "PATH": _path()}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    said = done.stdout + done.stderr
-    if not (release := slurm_release(said)):
-        raise FallowError(f"testbed: cannot read Slurm's version in {said.strip()!r}", Exit.UNAVAILABLE)
+    process = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    output = process.stdout + process.stderr
+    if not (release := slurm_release(output)):
+        raise FallowError(f"testbed: cannot read Slurm's version in {output.strip()!r}", Exit.UNAVAILABLE)
     return release[0], release[1]
 
 
@@ -68,23 +68,23 @@ def check_host_name() -> None:
 
 
 def free_ports(count: int) -> int:
-    """First of `count` neighbouring TCP ports that nobody uses or has reserved."""
+    """First of `count` neighbouring TCP ports that are neither used nor reserved."""
     with reserved_ports(count) as first:
         return first
 
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[int]:
-    """First of `count` neighbouring TCP ports that nobody uses. No other search on this host finds them meanwhile.
+    """Reserve `count` neighbouring free TCP ports, so that no other search on this host finds them. Yields the first.
 
-    Whoever sets SO_REUSEADDR, as Slurm's daemons do, can listen on them all the same.
+    Processes that set SO_REUSEADDR, as Slurm's daemons do, can still listen on the ports.
     """
     places = len(_PORTS) - count + 1
     begin = random.randrange(places)
     for step in range(places):
         first = _PORTS.start + (begin + step) % places
-        with contextlib.ExitStack() as held:
-            if all(_reserve(port, held) for port in range(first, first + count)):
+        with contextlib.ExitStack() as sockets:
+            if all(_reserve(port, sockets) for port in range(first, first + count)):
                 yield first
                 return
     raise FallowError(
@@ -94,15 +94,15 @@ def reserved_ports(count: int) -> Iterator[int]:
     )
 
 
-def _reserve(port: int, held: contextlib.ExitStack) -> bool:
-    """Reserve a port. Returns False if somebody has it."""
-    ours = held.enter_context(socket.socket())
+def _reserve(port: int, sockets: contextlib.ExitStack) -> bool:
+    """Reserve a port. Returns False if the port is in use."""
+    listener = sockets.enter_context(socket.socket())
     try:
-        ours.bind(("", port))
+        listener.bind(("", port))
     except OSError:
         return False
-    # Only now: with the option set before, two searches would find the same port.
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Set after bind(): set before, it would let two searches find the same port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return True
 
 
@@ -116,7 +116,7 @@ def clean_environment(conf: Path, folder: Path | None = None) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; its last value."""
+    """Wait for a condition, at most `seconds`. Returns its last value."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() >= deadline:
@@ -126,41 +126,41 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def owned_processes(folder: Path, conf: Path) -> set[int]:
-    """Living processes of the testbed: its daemons and their children, the tasks of its jobs and *their* children.
+    """Living processes of the testbed: its daemons, the tasks of its jobs, and the children of both.
 
-    Never this process or one above it, and never a shell or tool that only has SLURM_CONF set to look at the
-    testbed: a process counts by our mark, by our SLURM_CONF together with the id of a job, or as a slurmstepd that
-    works in the folder (from 24.11 on it empties its environment).
+    A process counts if its environment has our mark, or our SLURM_CONF together with the id of a job, or if it is a
+    slurmstepd that works in the folder (from 24.11 on slurmstepd empties its environment). A shell that only has
+    SLURM_CONF set does not count, nor does this process or an ancestor of it.
     """
-    mark, ours = f"{MARK}={folder}".encode(), f"SLURM_CONF={conf}".encode()
+    mark, conf_variable = f"{MARK}={folder}".encode(), f"SLURM_CONF={conf}".encode()
     parents: dict[int, int] = {}
-    found: set[int] = set()
+    owned: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         try:
             variables = (entry / "environ").read_bytes().split(b"\0")
-            works_in = (entry / "cwd").readlink()
-        except OSError:  # another user's, or it has just ended
+            cwd = (entry / "cwd").readlink()
+        except OSError:  # a process of another user, or one that has just ended
             continue
         if (process := living(pid)) is None:
             continue
         parents[pid] = process.parent
-        in_job = ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
-        manages_step = process.name.startswith("slurmstepd") and works_in.is_relative_to(folder)
-        if mark in variables or in_job or manages_step:
-            found.add(pid)
-    # Children that cleaned their environment, and theirs.
-    while children := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= children
+        is_in_job = conf_variable in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
+        manages_step = process.name.startswith("slurmstepd") and cwd.is_relative_to(folder)
+        if mark in variables or is_in_job or manages_step:
+            owned.add(pid)
+    # Descendants that cleaned their environment.
+    while children := {pid for pid, parent in parents.items() if parent in owned} - owned:
+        owned |= children
     pid = os.getpid()
     while pid > 1:
-        found.discard(pid)
+        owned.discard(pid)
         pid = parents.get(pid, 0)
-    return found
+    return owned
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to each process; those that are gone do not matter."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

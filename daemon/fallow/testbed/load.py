@@ -1,4 +1,4 @@
-"""Other users' jobs on a testbed: made from a seed, and played in real time. They are `sleep`, which costs no CPU."""
+"""Jobs of other users on a testbed: made from a seed, played in real time. They run `sleep`, which costs no CPU."""
 
 import math
 import random
@@ -14,32 +14,32 @@ USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 _SHORTEST_S = 1.0
 _SIGMA = 1.0
 "Spread of the logarithm of lengths: the longest tenth is about ten times as long as the shortest."
-_CANCELLED_AT_ONCE = 500
-"An argument list has its limits."
+_MAX_CANCELS = 500
+"Most jobs of one scancel: the length of an argument list is limited."
 
 
 class LoadJob(Struct, frozen=True):
-    """One job of somebody else, on whole nodes."""
+    """One job of another user, on whole nodes."""
 
     at_s: float
-    "when it is submitted, from the start of the load"
+    "seconds from the start of the load to the submission"
     name: str
     "user-NAME-NUMBER"
     nodes: int
     runs_s: float
     limit_minutes: int
-    "what the user asks for; more than the job needs, as users do"
+    "time limit that the user requests; more than the job needs, as users do"
 
 
-class Played(Struct, frozen=True):
-    """What became of a load: numbers of jobs."""
+class LoadResult(Struct, frozen=True):
+    """Outcome of a load, in numbers of jobs."""
 
     folder: str
     planned: int
     submitted: int
     refused: int
     refusal: str
-    "why Slurm refused the last one"
+    "Slurm's reason for the last refusal"
 
 
 def make_jobs(seed: int, *, seconds: float, nodes: int, utilisation: float, mean_s: float) -> list[LoadJob]:
@@ -49,11 +49,11 @@ def make_jobs(seed: int, *, seconds: float, nodes: int, utilisation: float, mean
     clusters report (many small and short, few large and long: Hu et al., SC '21).
 
     Args:
-        seed: of the random numbers.
-        seconds: in which the jobs come.
-        nodes: of the testbed.
-        utilisation: part of the nodes that is asked for on average, above 0.
-        mean_s: length of a job on average, in seconds.
+        seed: seed of the random numbers.
+        seconds: time in which jobs are submitted.
+        nodes: number of nodes of the testbed.
+        utilisation: share of the nodes that the jobs request on average, above 0.
+        mean_s: mean length of a job.
     """
     rng = random.Random(seed)
     sizes = [size for size in (1, 2, 4, 8, 16) if size <= max(1, nodes // 2)]
@@ -74,28 +74,28 @@ def make_jobs(seed: int, *, seconds: float, nodes: int, utilisation: float, mean
     return jobs
 
 
-def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: threading.Event) -> Played:
-    """Submit each job at its time, until `seconds` have passed or `stop` is set; then cancel what is left of them."""
-    began = time.monotonic()
+def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: threading.Event) -> LoadResult:
+    """Submit each job at its time, until `seconds` have passed or `stop` is set. Then cancel the remaining jobs."""
+    began_at = time.monotonic()
     ids: list[str] = []
-    refused, refusal = 0, ""
+    refused_jobs, refusal = 0, ""
     try:
         for job in jobs:
-            if stop.wait(max(0.0, began + job.at_s - time.monotonic())) or not testbed.conf.exists():
-                break  # told to, or the testbed was taken down under us: there is nothing left to wait for
+            if stop.wait(max(0.0, began_at + job.at_s - time.monotonic())) or not testbed.conf.exists():
+                break  # somebody stopped the load, or took the testbed down
             try:
                 ids.append(_submit(testbed, job))
             except FallowError as error:
-                refused, refusal = refused + 1, error.message
+                refused_jobs, refusal = refused_jobs + 1, error.message
         else:
-            stop.wait(max(0.0, began + seconds - time.monotonic()))
+            stop.wait(max(0.0, began_at + seconds - time.monotonic()))
     finally:
         _cancel(testbed, ids)
-    return Played(str(testbed.folder), len(jobs), len(ids), refused, refusal)
+    return LoadResult(str(testbed.folder), len(jobs), len(ids), refused_jobs, refusal)
 
 
 def _submit(testbed: Testbed, job: LoadJob) -> str:
-    """The job's id."""
+    """Submit a job and return its id."""
     options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--time={job.limit_minutes}", "--exclusive"]
     options += [f"--partition={PARTITION}", "--no-requeue", "--output=/dev/null", "--chdir=/", "--parsable"]
     if testbed.layout.gpus:
@@ -107,7 +107,7 @@ def _submit(testbed: Testbed, job: LoadJob) -> str:
 
 def _cancel(testbed: Testbed, ids: Sequence[str]) -> None:
     try:
-        for first in range(0, len(ids), _CANCELLED_AT_ONCE):
-            testbed.slurm("scancel", "--quiet", *ids[first : first + _CANCELLED_AT_ONCE])
+        for first in range(0, len(ids), _MAX_CANCELS):
+            testbed.slurm("scancel", "--quiet", *ids[first : first + _MAX_CANCELS])
     except FallowError:
-        return  # the testbed was taken down under us
+        return  # somebody took the testbed down

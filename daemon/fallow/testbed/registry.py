@@ -1,6 +1,6 @@
-"""Which testbeds exist, so that `down` finds what `up` left: a link to each testbed's folder in the state folder.
+"""Registry of the testbeds, in which `down` finds what `up` started: the state folder has a link to each testbed.
 
-Hosts may share the state folder, and a testbed lives on one host, so each host has a folder of links.
+A testbed lives on one host, but hosts may share the state folder. So each host has a folder of links.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ RECORD = "testbed.json"
 
 
 def read_layout(folder: Path) -> Layout | None:
-    """The layout of the testbed in a folder; None when there is no testbed."""
+    """The layout of the testbed in a folder; None if the folder has no testbed."""
     try:
         return read_struct(folder / RECORD, Layout)
     except (FileNotFoundError, NotADirectoryError):
@@ -37,8 +37,8 @@ def forget(folder: Path) -> None:
 
 
 def layouts() -> list[Layout]:
-    """All testbeds of this user, state folder and host, oldest first. Links to folders that are gone are dropped."""
-    found = []
+    """All testbeds of this user, state folder and host, oldest first. Removes links to missing folders."""
+    existing = []
     for link in _home().glob("*.link"):
         with contextlib.suppress(FileNotFoundError):  # another process has just taken it down
             folder = link.readlink()
@@ -46,8 +46,8 @@ def layouts() -> list[Layout]:
             if layout is None:
                 forget(folder)
             else:
-                found.append(layout)
-    return sorted(found, key=lambda layout: layout.started_at)
+                existing.append(layout)
+    return sorted(existing, key=lambda layout: layout.started_at)
 
 
 def _home() -> Path:

@@ -18,9 +18,9 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_codes_are_documented(fallow: Fallow) -> None:
-    shown = fallow("--help").out
+    output = fallow("--help").out
     for code in Exit:
-        assert f"    {int(code):<4}" in shown
+        assert f"    {int(code):<4}" in output
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_exit_codes_are_documented(fallow: Fallow) -> None:
     ],
 )
 def test_errors_are_one_clear_line(words: list[str], code: Exit, message: str, fallow: Fallow) -> None:
-    done = fallow(*words)
-    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
-    assert done.err.startswith("fallow: ")
-    assert message in done.err
+    result = fallow(*words)
+    assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
+    assert result.err.startswith("fallow: ")
+    assert message in result.err
 
 
 def test_a_folder_that_is_gone_is_named_as_what_is_wrong(
@@ -59,10 +59,10 @@ def test_a_folder_that_is_gone_is_named_as_what_is_wrong(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    done = fallow("local", "--members", "1", "--report", "r.json", "--", "true")
-    assert (done.code, done.err) == (
+    result = fallow("local", "--members", "1", "--report", "r.json", "--", "true")
+    assert (result.code, result.err) == (
         Exit.NOINPUT,
-        "fallow: the folder that you are in is gone; cd to one that exists\n",
+        "fallow: the current folder has been removed; cd to one that exists\n",
     )
 
 
@@ -73,8 +73,8 @@ def test_a_wrong_configuration(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.sh").write_text("#!/bin/sh\n#FALLOW nodes=1:4\nfallow run -- python t.py\n")
     monkeypatch.setenv("FALLOW_CONFIG", str(tmp_path / "config.toml"))
-    done = fallow(*words)
-    assert (done.code, done.err.count("\n"), "(FALLOW_CONFIG names it)" in done.err) == (Exit.CONFIG, 1, True)
+    result = fallow(*words)
+    assert (result.code, result.err.count("\n"), "(FALLOW_CONFIG names it)" in result.err) == (Exit.CONFIG, 1, True)
 
 
 def test_no_testbed(fallow: Fallow) -> None:
@@ -85,8 +85,8 @@ def test_no_testbed(fallow: Fallow) -> None:
 
 @pytest.mark.parametrize(("words", "code"), [([], Exit.UNAVAILABLE), (["--nonsense"], Exit.USAGE)])
 def test_with_json_the_error_is_the_value(words: list[str], code: Exit, fallow: Fallow) -> None:
-    done = fallow("status", "--json", *words)
-    assert (done.code, done.json["error"]["code"], done.err) == (code, code, "")
+    result = fallow("status", "--json", *words)
+    assert (result.code, result.json["error"]["code"], result.err) == (code, code, "")
     assert not wants_json(["local", "--", "x", "--json"]), "the script's own"
 
 
@@ -95,18 +95,18 @@ def test_a_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, fall
         raise ZeroDivisionError("\x1b[31moops")
 
     monkeypatch.setattr("fallow.cli.operate.ask", broken)
-    done = fallow("cancel", "r")
-    assert done.code == Exit.SOFTWARE
-    assert r"ZeroDivisionError: \x1b[31moops" in done.err
-    assert "FALLOW_DEBUG=1" in done.err
+    result = fallow("cancel", "r")
+    assert result.code == Exit.SOFTWARE
+    assert r"ZeroDivisionError: \x1b[31moops" in result.err
+    assert "FALLOW_DEBUG=1" in result.err
     monkeypatch.setenv("FALLOW_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         fallow("cancel", "r")
 
 
 def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr("fallow.cli.operate.ask", lambda method, *_, **params: asked.append((method, params)) or 5)
+    requests: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr("fallow.cli.operate.ask", lambda method, *_, **params: requests.append((method, params)) or 5)
     for words, method, params in (
         (["grow", "r", "--by", "2"], "grow", {"by": 2}),
         (["shrink", "r"], "shrink", {"by": 1}),
@@ -116,7 +116,7 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, fallow:
         (["rollback", "r", "--to", "40"], "rollback", {"step": 40}),
     ):
         assert fallow(*words, "--json").json["run"] == "r"
-        assert asked.pop() == (method, {"run": "r", **params})
+        assert requests.pop() == (method, {"run": "r", **params})
 
 
 def test_top_is_not_drawn_where_its_signs_cannot_be_seen_and_needs_textual(
@@ -126,13 +126,13 @@ def test_top_is_not_drawn_where_its_signs_cannot_be_seen_and_needs_textual(
         return SimpleNamespace(isatty=lambda: is_terminal, encoding=encoding)
 
     yes = stream(True)
-    for errors, said in ((stream(False), "needs a terminal"), (stream(True, "iso8859-1"), "LC_ALL=C.UTF-8")):
+    for errors, message in ((stream(False), "needs a terminal"), (stream(True, "iso8859-1"), "LC_ALL=C.UTF-8")):
         monkeypatch.setattr("fallow.cli.start.sys", SimpleNamespace(stdin=yes, stdout=yes, stderr=errors))
-        done = fallow("top", "--demo")
-        assert (done.code, said in done.err) == (Exit.USAGE, True)
+        result = fallow("top", "--demo")
+        assert (result.code, message in result.err) == (Exit.USAGE, True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = fallow("top")
-    assert (done.code, "pip install 'fallow[tui]'" in done.err) == (Exit.UNAVAILABLE, True)
+    result = fallow("top")
+    assert (result.code, "pip install 'fallow[tui]'" in result.err) == (Exit.UNAVAILABLE, True)
 
 
 def test_a_folder_beside_all_takes_nothing_down(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:

@@ -1,4 +1,4 @@
-"""`fallow doctor` looks at everything, and never raises."""
+"""`fallow doctor` makes all checks, and never raises."""
 
 from pathlib import Path
 
@@ -34,13 +34,13 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_bare_machine(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
     monkeypatch.setattr(doctor, "load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
     monkeypatch.setattr("os.getuid", lambda: 0)
-    done = fallow("doctor", "--json")
-    assert (done.code, done.json["level"]) == (Exit.UNAVAILABLE, "FAIL")
-    levels = {check["name"]: check["level"] for check in done.json["checks"]}
+    result = fallow("doctor", "--json")
+    assert (result.code, result.json["level"]) == (Exit.UNAVAILABLE, "FAIL")
+    levels = {check["name"]: check["level"] for check in result.json["checks"]}
     assert [levels[name] for name in ("slurm commands", "head", "user")] == ["FAIL", "WARN", "WARN"]
-    shown = fallow("doctor").out
-    assert "FAIL  slurm commands: not on PATH" in shown
-    assert "WARN  configuration: max_nodes = 64 is cut to 16" in shown
+    text = fallow("doctor").out
+    assert "FAIL  slurm commands: not on PATH" in text
+    assert "WARN  configuration: max_nodes = 64 is cut to 16" in text
 
 
 class Slurm:
@@ -70,27 +70,27 @@ def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "user" not in levels, "of root's alone is said"
 
 
-@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("site_allows", [True, False])
 def test_hidden_jobs_forbid_harvesting_unless_the_site_allows_it(
-    monkeypatch: pytest.MonkeyPatch, allowed: bool
+    monkeypatch: pytest.MonkeyPatch, site_allows: bool
 ) -> None:
     class Secretive(Slurm):
         async def config(self) -> ClusterConfig:
             return replace(await super().config(), private_data=["jobs"])
 
     settings = Config(
-        harvest=Harvest(partitions=["high"], allow_without_preemption=True), site=Site(harvest_unseen=allowed)
+        harvest=Harvest(partitions=["high"], allow_without_preemption=True), site=Site(harvest_unseen=site_allows)
     )
     monkeypatch.setattr(doctor, "COMMANDS", ())
     monkeypatch.setattr(doctor, "load_config", lambda: settings)
     monkeypatch.setattr("fallow.slurm.pyslurm_client.slurm_client", lambda setting: Secretive())
     (check,) = (check for check in doctor.examine() if check.name == "harvest high")
-    assert ("others' jobs cannot be seen" in check.text) is not allowed
+    assert ("others' jobs cannot be seen" in check.found) is not site_allows
 
 
 def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
     (tmp_path / "config" / "fallow").mkdir(parents=True)
     (tmp_path / "config" / "fallow" / "config.toml").write_text("[harvst]\n")
-    found = {check.name: check for check in doctor.examine()}
-    assert found["configuration"].level is Level.FAIL
-    assert "did you mean harvest?" in found["configuration"].text
+    checks = {check.name: check for check in doctor.examine()}
+    assert checks["configuration"].level is Level.FAIL
+    assert "did you mean harvest?" in checks["configuration"].found

@@ -19,38 +19,38 @@ SNAPSHOT = views.snapshot(RUN)
 
 
 class Desk:
-    """Answers as the head does: each time with the next status, and with the last one from then on."""
+    """Answers like a head: with one status after the other, and from then on with the last one."""
 
     def __init__(self) -> None:
         self.statuses: list[Snapshot | FallowError] = [SNAPSHOT]
         self.count = 0
-        "of events; each time there are two more"
-        self.asked: list[dict[str, Any]] = []
-        "for events"
-        self.away = 0
-        "so many questions about events find no head"
+        "number of events; two more with each request"
+        self.requests: list[dict[str, Any]] = []
+        "parameters of the requests for events"
+        self.absences = 0
+        "number of further requests for events that find no head"
         self.now = 0.0
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
         if method == "report":
             return views.report()
         if method == "events":
-            if self.count and self.away:
-                self.away -= 1
+            if self.count and self.absences:
+                self.absences -= 1
                 raise FallowError("the head is gone", Exit.UNAVAILABLE)
             self.count += 2
-            self.asked.append(params)
+            self.requests.append(params)
             if self.count > 6:
                 raise FallowError("the folder is somebody else's by now", Exit.NOPERM)
             seqs = range(params["since"] + 1, self.count + 1)
-            found = [EventRecord(seq=seq, at=0.0, run=f"r{seq % 2}", kind="k", text="") for seq in seqs]
-            return [event for event in found if params.get("run") in (None, event.run)]
-        found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
-        if isinstance(found, FallowError):
-            raise found
+            answer = [EventRecord(seq=seq, at=0.0, run=f"r{seq % 2}", kind="k", text="") for seq in seqs]
+            return [event for event in answer if params.get("run") in (None, event.run)]
+        answer = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(answer, FallowError):
+            raise answer
         if params.get("run", "r1") not in ("r1", "train"):
             raise FallowError("no such run", Exit.NOINPUT)
-        return found
+        return answer
 
 
 @pytest.fixture
@@ -71,27 +71,27 @@ def of(status: RunStatus, **more: Any) -> Snapshot:
     return views.snapshot(views.changed(RUN, status=status, **more))
 
 
-@pytest.mark.parametrize("away", [0, 100])
+@pytest.mark.parametrize("absences", [0, 100])
 def test_following_misses_and_repeats_nothing_also_across_a_restart_of_the_head(
-    desk: Desk, fallow: Fallow, away: int
+    desk: Desk, fallow: Fallow, absences: int
 ) -> None:
-    desk.away = away
-    done = fallow("events", "--follow", "--json", "--since", "1")
-    assert done.code == Exit.NOPERM
-    lines = done.out.splitlines()
+    desk.absences = absences
+    result = fallow("events", "--follow", "--json", "--since", "1")
+    assert result.code == Exit.NOPERM
+    lines = result.out.splitlines()
     assert [json.loads(line)["seq"] for line in lines if "seq" in line] == [2, 3, 4, 5, 6]
 
 
 def test_a_head_that_does_not_come_back_is_not_followed_for_ever(desk: Desk, fallow: Fallow) -> None:
-    desk.away = 1000
+    desk.absences = 1000
     assert fallow("events", "--follow").code == Exit.UNAVAILABLE
 
 
 def test_who_follows_one_run_asks_for_what_is_new_of_all(desk: Desk, fallow: Fallow) -> None:
     desk.statuses = [views.snapshot(RUN, last_event=2)]
-    done = fallow("events", "train", "--follow", "--json")
-    assert [json.loads(line)["seq"] for line in done.out.splitlines() if "seq" in line] == [1, 3, 5]
-    assert [(each.get("run"), each["since"]) for each in desk.asked] == [("r1", 0), (None, 2), (None, 4), (None, 6)]
+    result = fallow("events", "train", "--follow", "--json")
+    assert [json.loads(line)["seq"] for line in result.out.splitlines() if "seq" in line] == [1, 3, 5]
+    assert [(each.get("run"), each["since"]) for each in desk.requests] == [("r1", 0), (None, 2), (None, 4), (None, 6)]
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_who_follows_one_run_asks_for_what_is_new_of_all(desk: Desk, fallow: Fal
 def test_wait_ends_as_the_run_does_also_across_an_absence_of_the_head(
     desk: Desk, fallow: Fallow, status: RunStatus, code: int
 ) -> None:
-    away = FallowError("the head is gone", Exit.UNAVAILABLE)
-    desk.statuses = [SNAPSHOT, SNAPSHOT, away, away, SNAPSHOT, of(status)]
-    done = fallow("wait", "r1", "--json")
-    assert (done.code, done.json["run"]) == (code, "r1")
+    absence = FallowError("the head is gone", Exit.UNAVAILABLE)
+    desk.statuses = [SNAPSHOT, SNAPSHOT, absence, absence, SNAPSHOT, of(status)]
+    result = fallow("wait", "r1", "--json")
+    assert (result.code, result.json["run"]) == (code, "r1")
 
 
 def test_wait_gives_up_when_its_time_is_over_and_when_no_head_comes_back(desk: Desk, fallow: Fallow) -> None:
-    done = fallow("wait", "r1", "--timeout", "0.001")
-    assert done.code == Exit.TEMPFAIL
-    assert "run r1 is training at step 5" in done.err
+    result = fallow("wait", "r1", "--timeout", "0.001")
+    assert result.code == Exit.TEMPFAIL
+    assert "run r1 is training at step 5" in result.err
     assert fallow("wait", "r1", "--timeout", "nan").code == Exit.USAGE
     desk.statuses = [SNAPSHOT, FallowError("the head is gone", Exit.UNAVAILABLE)]
     assert fallow("wait", "r1").code == Exit.UNAVAILABLE
@@ -129,15 +129,15 @@ def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(folder: Path,
     assert fallow("logs", "r1").out == "of n3.0\n"
     for member, text in (("n3", "of n3.0"), ("n3.1", "of n3.1"), ("n4", "of n4")):
         assert fallow("logs", "r1", "--member", member)[:2] == (0, f"{text}\n")
-    done = fallow("logs", "r1", "--member", "../n4")
-    assert done.code == Exit.NOINPUT
-    assert "there is: n3.0, n3.1, n4" in done.err
+    result = fallow("logs", "r1", "--member", "../n4")
+    assert result.code == Exit.NOINPUT
+    assert "there is: n3.0, n3.1, n4" in result.err
 
 
 def test_logs_begin_with_the_older_piece_also_where_the_log_becomes_it_meanwhile(
     folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At its largest size an agent renames a log, and begins a new one."""
+    """An agent renames a full log, and begins a new log."""
     log, older = folder / "n3.0.log", folder / "n3.0.log.1"
     older.write_bytes(b"one\ngr" + "ö".encode()[:1])
     log.write_bytes("ö".encode()[1:] + "ße\n".encode())
@@ -174,11 +174,11 @@ def test_output_is_shown_whole_though_signs_of_it_are_spelled_out_or_lie_across_
 def test_logs_follow_until_the_run_has_ended_also_into_a_new_file(
     desk: Desk, folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent begins a new one when a log is at its largest size."""
+    """An agent renames a full log, and begins a new log."""
     log = folder / "n3.0.log"
     log.write_text("one\n")
-    away = FallowError("the head is gone", Exit.UNAVAILABLE)
-    desk.statuses = [SNAPSHOT, SNAPSHOT, away, SNAPSHOT, SNAPSHOT, of(RunStatus.FINISHED)]
+    absence = FallowError("the head is gone", Exit.UNAVAILABLE)
+    desk.statuses = [SNAPSHOT, SNAPSHOT, absence, SNAPSHOT, SNAPSHOT, of(RunStatus.FINISHED)]
 
     def write_more(seconds: float) -> None:
         if not log.exists():
@@ -206,9 +206,9 @@ def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(desk
     ]
     barred = of(RunStatus.TRAINING, useful=8, barred={"n09": "3 failures on it"})
     desk.statuses = [views.changed(barred, nodes=nodes)]
-    told = fallow("why", "r1").out
+    message = fallow("why", "r1").out
     for words in ("with 1 of at most 8 nodes", "absorbing n2", "n09 is barred", "2 idle (n[01-02]): its hole is too"):
-        assert words in told
+        assert words in message
     for limit, words in ((1, "`fallow grow` moves the limit"), (8, "")):
         desk.statuses = [views.changed(of(RunStatus.TRAINING, limit=limit, max_nodes=8), nodes=nodes)]
         assert ("fallow grow" in fallow("why", "r1").out) == bool(words)
@@ -216,6 +216,6 @@ def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(desk
     for name, words in (("n01", "its hole is too short"), ("n03", "used by run r1"), ("n04", "somebody else")):
         (reason,) = fallow("why", name, "--json").json["reasons"]
         assert words in reason
-    done = fallow("why", "x")
-    assert done.code == Exit.NOINPUT
-    assert "neither a run" in done.err
+    result = fallow("why", "x")
+    assert result.code == Exit.NOINPUT
+    assert "neither a run" in result.err

@@ -1,4 +1,4 @@
-"""What `fallow local` answers with once the training is over, and what it refuses before."""
+"""Output and exit code of `fallow local` after a training, and arguments that it refuses before."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from fallow.model import Exit, FallowError, RunReport, RunStatus
 
 
 class Trained:
-    """Stands for the driver of a training that is over."""
+    """A driver whose training has ended."""
 
-    absent, due = 0, ()
+    absent_nodes, pending_items = 0, ()
     report = views.report()
     started: ClassVar[list[tuple[list[str], int]]] = []
-    "argv of each training, and how many workers a node has"
+    "argv and workers per node of each training"
 
     def __init__(self, folder: Path, command: list[str], *_: Any, **more: Any) -> None:
         self.started.append((command, more["workers_per_node"]))
@@ -46,8 +46,8 @@ def test_a_report_that_cannot_be_written_is_a_failure_that_is_told_after_the_sum
     assert json.loads(file.read_text())["steps"] == 100
     capsys.readouterr()
     assert local("--report", "/dev/full") == Exit.IOERR
-    out, err = capsys.readouterr()
-    assert "run r1: finished after 100 steps" in out
+    output, err = capsys.readouterr()
+    assert "run r1: finished after 100 steps" in output
     assert "--report /dev/full: cannot be written" in err
     assert local("--report", str(tmp_path / "no" / "report")) == Exit.CANTCREAT
 
@@ -63,7 +63,7 @@ def test_a_script_without_its_interpreter_is_refused_with_the_command_that_would
 
 
 def test_a_node_has_one_worker_or_as_many_as_are_asked_for() -> None:
-    """What becomes of them: `tests/elastic`."""
+    """What the workers do is tested in `tests/elastic`."""
     assert (local(), local("--workers-per-node", "3")) == (Exit.OK, Exit.OK)
     assert Trained.started == [(["true"], 1), (["true"], 3)]
 
@@ -74,9 +74,9 @@ def test_what_is_to_be_said_of_a_finished_run_is_said(
 ) -> None:
     monkeypatch.setattr(Trained, "report", views.report(message="members disagree on the state"))
     assert local(*words) == Exit.OK
-    out, err = capsys.readouterr()
+    output, err = capsys.readouterr()
     assert err == "fallow: members disagree on the state\n"
-    assert not words or json.loads(out)["steps"] == 100
+    assert not words or json.loads(output)["steps"] == 100
 
 
 @pytest.mark.parametrize("change", [{"status": RunStatus.FAILED}, {"samples": views.samples(lost=1)}])
@@ -96,8 +96,8 @@ def test_the_end_of_a_traceback_is_shown_however_long_it_is(
     trace = '  File "train.py", line 1, in forward\n' * 1000 + "ValueError: no\tshape\n"
     monkeypatch.setattr(Trained, "report", views.report(status=RunStatus.FAILED, traceback=trace))
     assert local(*words) == Exit.SOFTWARE
-    shown = capsys.readouterr()
-    assert "in forward\nValueError: no shape\n" in (shown.err if words else shown.out)
+    output = capsys.readouterr()
+    assert "in forward\nValueError: no shape\n" in (output.err if words else output.out)
 
 
 def test_all_kinds_of_items_in_order_of_step() -> None:

@@ -1,4 +1,4 @@
-"""No command lets through what a terminal obeys, whatever the names are that it shows."""
+"""No command prints control characters of a terminal, whatever names it shows."""
 
 import asyncio
 import json
@@ -18,20 +18,20 @@ from fallow.core.checks.site import Check, Level
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 
 EVIL = "e\x1b]52;c;eA==\x07\x9b2J\x7f\u202e\u2066\u200b\u2028\u061c\r[bold]x[/]"
-SEEN = r"e\x1b]52;c;eA==\x07\x9b2J\x7f\u202e\u2066\u200b\u2028\u061c"
+ESCAPED = r"e\x1b]52;c;eA==\x07\x9b2J\x7f\u202e\u2066\u200b\u2028\u061c"
 FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def hostile(kind: Any) -> Any:
-    """A value of a type in which every text is hostile."""
+    """A value of the type with hostile text in all its strings."""
     return full(kind, text=EVIL)
 
 
 @pytest.fixture(autouse=True)
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head all of whose answers are hostile."""
+    """A head with hostile text in all its answers."""
     monkeypatch.setattr("fallow.control.client.call", lambda file, method, type_=Any, **params: hostile(type_))
     monkeypatch.setattr(doctor, "examine", lambda: [Check(EVIL, Level.OK, EVIL, EVIL)])
 
@@ -53,14 +53,14 @@ CHANGING += [["wait", EVIL, "--timeout", "0.001"], ["logs", EVIL]]
 @pytest.mark.parametrize("words", SHOWING + CHANGING, ids=lambda words: words[0])
 def test_what_people_read_is_harmless_and_json_exact(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     invoke(words)
-    shown = "".join(capsys.readouterr())
-    assert r"\x1b]52;c;eA==\x07" in shown.replace("\n", "")
-    assert FORBIDDEN.findall(shown) == []
+    output = "".join(capsys.readouterr())
+    assert r"\x1b]52;c;eA==\x07" in output.replace("\n", "")
+    assert FORBIDDEN.findall(output) == []
     if words in SHOWING:
         invoke([*words, "--json"])
-        shown = capsys.readouterr().out
-        assert FORBIDDEN.findall(shown) == []
-        assert EVIL in _texts(json.loads(shown))
+        output = capsys.readouterr().out
+        assert FORBIDDEN.findall(output) == []
+        assert EVIL in _texts(json.loads(output))
 
 
 def _texts(value: Any) -> list[str]:
@@ -74,8 +74,19 @@ def _texts(value: Any) -> list[str]:
 def test_the_walk_has_met_every_command_that_shows_what_the_head_says() -> None:
     walked = {words[0] for words in SHOWING + CHANGING}
     # `submit` and `local` have tests of their own below, `top` in tests/tui.
-    others = {"submit", "run", "local", "daemon", "top", "testbed", "demo", "simulate", "completion", "prune"}
-    assert walked | others | {"service"} >= set(COMMANDS)
+    separately_tested = {
+        "submit",
+        "run",
+        "local",
+        "daemon",
+        "top",
+        "testbed",
+        "demo",
+        "simulate",
+        "completion",
+        "prune",
+    }
+    assert walked | separately_tested | {"service"} >= set(COMMANDS)
 
 
 SCRIPT = (
@@ -85,7 +96,7 @@ SCRIPT = (
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch that says hostile things, and no other command of Slurm."""
+    """A fake sbatch that prints hostile text, and no other command of Slurm."""
     says = "printf 'sbatch: \\033]0;t\\007 site banner\\n' >&2\necho 77"
     sbatch = write_command(tmp_path / "bin", "sbatch", says)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
@@ -103,15 +114,15 @@ def no_head(*_: Any, **__: Any) -> Any:
 def test_a_dry_run_shows_script_and_path_harmlessly(slurm: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (slurm / name).write_text(SCRIPT)
     invoke(["submit", "--dry-run", "--nodes=1:2", name])
-    out, err = capsys.readouterr()
-    assert FORBIDDEN.findall(out + err) == []
-    assert r"# \x1b]52;c;eA==\x07" in out, err
+    output, err = capsys.readouterr()
+    assert FORBIDDEN.findall(output + err) == []
+    assert r"# \x1b]52;c;eA==\x07" in output, err
     invoke(["submit", "--dry-run", "--json", "--nodes=1:2", name])
-    out, err = capsys.readouterr()
-    assert FORBIDDEN.findall(out + err) == []
-    found = json.loads(out)
-    assert found["base_script"] == SCRIPT
-    assert str(slurm / name) in found["base"]
+    output, err = capsys.readouterr()
+    assert FORBIDDEN.findall(output + err) == []
+    value = json.loads(output)
+    assert value["base_script"] == SCRIPT
+    assert str(slurm / name) in value["base"]
 
 
 def test_what_sbatch_says_is_shown_harmlessly(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +138,7 @@ def test_local_shows_what_the_script_said_harmlessly(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Failed:
-        absent, absent_because, due = 1, EVIL, ()
+        absent_nodes, absence_reason, pending_items = 1, EVIL, ()
 
         def __init__(self, *_: Any, **__: Any) -> None:
             pass
@@ -138,9 +149,9 @@ def test_local_shows_what_the_script_said_harmlessly(
     monkeypatch.setattr("fallow.local.driver.Driver", Failed)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the logs of a failed run stay
     assert invoke(["local", "--members", "1", *words, "--", "true"]) == Exit.SOFTWARE
-    shown = "".join(capfd.readouterr())
-    assert "newcomer(s) did not take part: " + SEEN in shown
-    assert FORBIDDEN.findall(shown) == []
+    output = "".join(capfd.readouterr())
+    assert "newcomer(s) did not take part: " + ESCAPED in output
+    assert FORBIDDEN.findall(output) == []
 
 
 async def test_a_name_that_is_no_utf8_is_refused_in_words(tmp_path: Path) -> None:

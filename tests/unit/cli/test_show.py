@@ -1,4 +1,4 @@
-"""What `status`, `events`, `report` and `usage` print."""
+"""Output of `status`, `events`, `report` and `usage`."""
 
 import shlex
 from typing import Any
@@ -81,15 +81,15 @@ REPORT = views.report(
 
 @pytest.fixture(autouse=True)
 def head(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    asked: list[tuple[str, dict[str, Any]]] = []
+    requests: list[tuple[str, dict[str, Any]]] = []
 
     def ask(method: str, *_: Any, **params: Any) -> Any:
-        asked.append((method, params))
+        requests.append((method, params))
         return {"status": SNAPSHOT, "events": EVENTS, "report": REPORT}[method]
 
     for module in (show, follow):
         monkeypatch.setattr(module, "ask", ask)
-    return asked
+    return requests
 
 
 def test_runs(fallow: Fallow) -> None:
@@ -108,8 +108,8 @@ def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, fallow: Fa
 
     nodes = [node("n1", "too short: 60 s"), *(node(f"n{n}", "not needed: no run\x1b[2J") for n in (3, 4, 5))]
     nodes += [node(f"x{n}", f"limited: {n}") for n in range(10)]
-    found = views.changed(SNAPSHOT, nodes=[*nodes, node("used", "")])
-    monkeypatch.setattr(show, "ask", lambda *_, **__: found)
+    snapshot = views.changed(SNAPSHOT, nodes=[*nodes, node("used", "")])
+    monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
     lines = fallow("status").out.splitlines()
     table = [line.split() for line in lines[lines.index("") + 1 :]]
     assert table[:3] == [
@@ -121,20 +121,20 @@ def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, fallow: Fa
 
 
 def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
-    shown = [line.split() for line in fallow("status", "r1").out.splitlines()]
+    lines = [line.split() for line in fallow("status", "r1").out.splitlines()]
     for line in (
         "n3 n1 base member 0-3 5 6 0.01234 01:01:01 0.2s",
         "accuracy 0.9877 lr 1e-05 norm -",
         "r1.0 base running 77 gpu n1 01:01:01",
         "1 0.5 measured",
-        "4 1.75 foretold",
-        "harvested nodes, with those asked for: 3",
+        "4 1.75 predicted",
+        "harvested nodes, requested ones included: 3",
     ):
-        assert line.split() in shown
-    assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
-    assert shown[-1][:3] == ["step", "3", "usable"] and "00:00:08" in shown[-1], "by the head's clock"
-    assert shown[-1][-5:] == shlex.split("1.5 kB by hand /c/3")
-    assert shown[-2][-4:] == ["1.5", "kB", "/c/4", "(torn)"]
+        assert line.split() in lines
+    assert ["01:01:01", "behind", "schedule"] in [line[-3:] for line in lines]
+    assert lines[-1][:3] == ["step", "3", "usable"] and "00:00:08" in lines[-1], "by the head's clock"
+    assert lines[-1][-5:] == shlex.split("1.5 kB by hand /c/3")
+    assert lines[-2][-4:] == ["1.5", "kB", "/c/4", "(torn)"]
     assert head == [("status", {"run": "r1"})]
 
 
@@ -187,7 +187,7 @@ USAGE = UsageReport(
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     questions: list[dict[str, Any]] = []
 
     def ask(method: str, *_: Any, **params: Any) -> UsageReport:
@@ -199,21 +199,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return questions
 
 
-def test_usage_for_people(asked: list[dict[str, Any]], fallow: Fallow) -> None:
-    shown = [line.split() for line in fallow("usage", "--since", "2026-01-02").out.splitlines()]
+def test_usage_for_people(requests: list[dict[str, Any]], fallow: Fallow) -> None:
+    lines = [line.split() for line in fallow("usage", "--since", "2026-01-02").out.splitlines()]
     for line in (
         "node-hours by run, since 2026-01-02 (UTC)",
         "train-1 10.000 4.000 5.500 0.500 (5%) 40.000 12 1 20.00 20.000 14.500",
         "pruned runs 10.000 4.000 5.500 0.500 (5%) 40.000 12 1 20.00 20.000 14.500",
-        "others' jobs that waited because a node was still ours: 2, p95 3.2 s, longest 4.0 s",
+        "other users' jobs that waited for a node to be returned: 2, p95 3.2 s, longest 4.0 s",
         "account lab GrpJobs 40 11",
         "fair share of account lab: 0.25 of the machine, used 0.4; factor 0.33 of 1",
         "job 4711 waits with priority 1063 (age 13)",
     ):
-        assert line.split() in shown
-    causes = [line[0] for line in shown if line and line[0] in ("drained", "start-up")]
+        assert line.split() in lines
+    causes = [line[0] for line in lines if line and line[0] in ("drained", "start-up")]
     assert causes == ["drained", "start-up"], "most first"
-    assert asked == [{"by": "run", "run": None, "since": "2026-01-02"}]
+    assert requests == [{"by": "run", "run": None, "since": "2026-01-02"}]
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ PROSPECT = Prospect(
 
 
 class Site:
-    """A folder with a script, a fake sbatch on PATH, and a list of what the head was asked."""
+    """A folder with a script, a fake sbatch on PATH, and a fake head that records its requests."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
         self.record = folder / "sbatch.json"
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.head_error: dict[str, FallowError] = {}
         self.refusal = ""
         write_command(folder / "bin", "sbatch", SBATCH.format(python=sys.executable, record=self.record))
@@ -66,7 +66,7 @@ class Site:
         monkeypatch.setattr("fallow.cli.sbatch_call.look_up", lambda token: None)
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
-        self.asked.append((method, params))
+        self.requests.append((method, params))
         if method in self.head_error:
             raise self.head_error[method]
         if method == "test_harvest":
@@ -76,15 +76,15 @@ class Site:
 
     @property
     def sbatch(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.record.read_text())
-        return found
+        record: dict[str, Any] = json.loads(self.record.read_text())
+        return record
 
     def sbatch_does(self, mode: str) -> None:
         self.monkeypatch.setenv("MODE", mode)
 
     @property
     def methods(self) -> list[str]:
-        return [method for method, _ in self.asked]
+        return [method for method, _ in self.requests]
 
 
 @pytest.fixture
@@ -99,38 +99,38 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 @pytest.mark.parametrize(("more", "code"), [([], 0), (["--wait"], 3)])
 def test_a_submission_and_with_wait_the_jobs_exit_code(site: Site, fallow: Fallow, more: list[str], code: int) -> None:
     site.sbatch_does("wait" if more else "ok")
-    done = fallow("submit", *more, "-t", "10", "job.sh", "--lr", "1")
-    assert (done.code, done.out) == (code, "Submitted batch job 77\n")
-    assert more or "Welcome to the site" in done.err
-    assert "fallow: run r1; see: fallow status r1" in done.err
+    result = fallow("submit", *more, "-t", "10", "job.sh", "--lr", "1")
+    assert (result.code, result.out) == (code, "Submitted batch job 77\n")
+    assert more or "Welcome to the site" in result.err
+    assert "fallow: run r1; see: fallow status r1" in result.err
     options = ["--parsable", *more, "--time=10", "--nodes=1", "--comment=r1.0", "--no-requeue"]
     assert site.sbatch["argv"] == [*options, str(site.folder / "job.sh"), "--lr", "1"]
     assert site.sbatch["env"]["FALLOW_TOKEN"] == "r1.0"
     assert site.sbatch["env"]["FALLOW_STATE_DIR"] == str(site.folder / "state")
-    spec = site.asked[0][1]["spec"]
+    spec = site.requests[0][1]["spec"]
     assert (spec.run, spec.min_nodes, spec.max_nodes, spec.args) == ("", 1, 4, ["--lr", "1"])
     assert spec.script == SCRIPT
-    told = ("base_submitted", {"run": "r1", "token": "r1.0", "job_id": "77"})
-    assert site.asked[1:] == [told, ("test_harvest", {"run": "r1"})]
+    reports = ("base_submitted", {"run": "r1", "token": "r1.0", "job_id": "77"})
+    assert site.requests[1:] == [reports, ("test_harvest", {"run": "r1"})]
 
 
 def test_parsable_prints_the_id_alone(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER", "1")
-    done = fallow("submit", "--parsable", "job.sh")
-    assert (done.code, done.out, "fallow:" in done.err) == (0, "77;north\n", False)
-    assert site.asked[1][1]["job_id"] == "77"
+    result = fallow("submit", "--parsable", "job.sh")
+    assert (result.code, result.out, "fallow:" in result.err) == (0, "77;north\n", False)
+    assert site.requests[1][1]["job_id"] == "77"
     assert fallow("submit", "job.sh").out == "Submitted batch job 77 on cluster north\n"
     assert fallow("submit", "-Q", "job.sh").out == ""
 
 
 def test_a_refusal(site: Site, fallow: Fallow) -> None:
     site.sbatch_does("refuse")
-    done = fallow("submit", "job.sh")
-    assert done.code == 1
-    method, params = site.asked[-1]
+    result = fallow("submit", "job.sh")
+    assert result.code == 1
+    method, params = site.requests[-1]
     assert (method, params["unknown"]) == ("base_failed", False)
     assert "Invalid partition name" in params["reason"]
-    assert "Invalid partition name" in done.err
+    assert "Invalid partition name" in result.err
 
 
 @pytest.mark.parametrize("mode", ["timeout", "hang"])
@@ -139,10 +139,10 @@ def test_no_answer_is_unknown_unless_slurm_has_the_job(
 ) -> None:
     site.sbatch_does(mode)
     monkeypatch.setattr("fallow.cli.sbatch_call.SUBMIT_S", 1.0)
-    done = fallow("submit", "job.sh")
-    assert done.code == Exit.TEMPFAIL
-    assert "do not submit it again yet" in done.err
-    method, params = site.asked[-1]
+    result = fallow("submit", "job.sh")
+    assert result.code == Exit.TEMPFAIL
+    assert "do not submit it again yet" in result.err
+    method, params = site.requests[-1]
     assert (method, params["unknown"]) == ("base_failed", True)
     monkeypatch.setattr("fallow.cli.sbatch_call.look_up", lambda token: "78" if token == "r1.0" else None)
     assert fallow("submit", "job.sh")[:2] == (0, "Submitted batch job 78\n")
@@ -154,13 +154,13 @@ def test_without_sbatch_nothing_stays_behind(site: Site, fallow: Fallow, monkeyp
     command.write_text("#!/no/such/shell\n")
     monkeypatch.setenv("PATH", str(command.parent))
     assert fallow("submit", "job.sh").code == Exit.UNAVAILABLE
-    assert site.asked.pop()[1]["unknown"] is False
-    site.asked.clear()
+    assert site.requests.pop()[1]["unknown"] is False
+    site.requests.clear()
     command.unlink()
-    done = fallow("submit", "job.sh")
-    assert done.code == Exit.UNAVAILABLE
-    assert "install Slurm's client commands" in done.err
-    assert site.asked == []
+    result = fallow("submit", "job.sh")
+    assert result.code == Exit.UNAVAILABLE
+    assert "install Slurm's client commands" in result.err
+    assert site.requests == []
     site.head_error["create_run"] = FallowError("no head", Exit.UNAVAILABLE)
     assert fallow("submit", "job.sh").code == Exit.UNAVAILABLE
     assert not site.record.exists()
@@ -168,31 +168,31 @@ def test_without_sbatch_nothing_stays_behind(site: Site, fallow: Fallow, monkeyp
 
 def test_who_submits_to_a_head_that_does_not_answer_is_told_that_there_is_no_job(site: Site, fallow: Fallow) -> None:
     site.head_error["create_run"] = FallowError("no answer", Exit.TEMPFAIL)
-    done = fallow("submit", "job.sh")
-    assert (done.code, "Nothing was submitted" in done.err, site.record.exists()) == (Exit.TEMPFAIL, True, False)
+    result = fallow("submit", "job.sh")
+    assert (result.code, "Nothing was submitted" in result.err, site.record.exists()) == (Exit.TEMPFAIL, True, False)
 
 
 def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(site: Site, fallow: Fallow) -> None:
-    """It finds the job by its number, which is left for it, or else by its comment."""
+    """The head finds the job by the job id in a file, or by the job's comment."""
     site.refusal = "scavenge: Invalid account"
-    done = fallow("submit", "--parsable", "job.sh")
-    assert (done.code, done.out) == (0, "77\n")
-    assert "run r1 cannot grow" in done.err and site.refusal in done.err, "that is told at once"
+    result = fallow("submit", "--parsable", "job.sh")
+    assert (result.code, result.out) == (0, "77\n")
+    assert "run r1 cannot grow" in result.err and site.refusal in result.err, "that is told at once"
     site.head_error["test_harvest"] = FallowError("gone", Exit.UNAVAILABLE)
-    done = fallow("submit", "--parsable", "job.sh")
-    assert (done.code, "cannot grow" in done.err) == (0, False)
+    result = fallow("submit", "--parsable", "job.sh")
+    assert (result.code, "cannot grow" in result.err) == (0, False)
     site.head_error["base_submitted"] = FallowError("gone", Exit.UNAVAILABLE)
     assert fallow("submit", "job.sh").code == 0
     folder = Paths.default().run("r1").create()
-    done = fallow("submit", "job.sh")
-    assert (done.code, "it will find it by itself" in done.err) == (0, True)
+    result = fallow("submit", "job.sh")
+    assert (result.code, "will find the job later" in result.err) == (0, True)
     assert read_struct(folder.base_job("r1.0"), BaseJob) == BaseJob("77")
 
 
 def test_wrap_and_standard_input(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fallow("submit", "--nodes=1:2", "--wrap", "fallow run -- x").code == 0
     assert "--wrap=fallow run -- x" in site.sbatch["argv"]
-    assert site.asked[0][1]["spec"].script.endswith("\nfallow run -- x\n")
+    assert site.requests[0][1]["spec"].script.endswith("\nfallow run -- x\n")
     with (site.folder / "job.sh").open() as script:
         monkeypatch.setattr("sys.stdin", script)
         assert fallow("submit").code == 0
@@ -203,8 +203,8 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
     # Neither head nor Slurm: what would be submitted is shown all the same.
     monkeypatch.setenv("PATH", "/nowhere")
     site.head_error["prospect"] = FallowError("no head", Exit.UNAVAILABLE)
-    done = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh", "a b")
-    assert done.code == 0
+    result = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh", "a b")
+    assert result.code == 0
     for text in (
         f"sbatch --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'",
         "--job-name=RUN.harvest",
@@ -213,24 +213,24 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
         "# what is idle now is not known: no head",
         "# when the base job would start is not known: sbatch cannot be started",
     ):
-        assert text in done.out
-    assert done.out.count("#SBATCH -A acc") == 1
+        assert text in result.out
+    assert result.out.count("#SBATCH -A acc") == 1
     assert site.methods == ["prospect"]
 
 
 def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
-    shown = fallow("submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json").json
-    assert (shown["base"][0], shown["base"][-1]) == ("sbatch", "--json"), "the script's own"
-    assert "--json" not in shown["base"][:-1]
-    assert "2099-01-31T12:00:00" in shown["start"]["says"]
-    assert shown["prospect"]["nodes"] == 7
+    value = fallow("submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json").json
+    assert (value["base"][0], value["base"][-1]) == ("sbatch", "--json"), "the script's own"
+    assert "--json" not in value["base"][:-1]
+    assert "2099-01-31T12:00:00" in value["start"]["says"]
+    assert value["prospect"]["nodes"] == 7
     site.sbatch_does("refuse")
-    done = fallow("submit", "--dry-run", "--json", "job.sh")
-    assert (done.code, done.json["start"]["refused"]) == (1, True)
-    done = fallow("submit", "--dry-run", "job.sh")
-    assert (done.code, "to be expected" in done.out, "asked for as soon" in done.out) == (1, False, False)
-    done = fallow("submit", "--dry-run", "--json", "gone.sh")
-    assert done.json["error"]["code"] == done.code == Exit.NOINPUT
+    result = fallow("submit", "--dry-run", "--json", "job.sh")
+    assert (result.code, result.json["start"]["refused"]) == (1, True)
+    result = fallow("submit", "--dry-run", "job.sh")
+    assert (result.code, "expected nodes" in result.out, "requests once" in result.out) == (1, False, False)
+    result = fallow("submit", "--dry-run", "--json", "gone.sh")
+    assert result.json["error"]["code"] == result.code == Exit.NOINPUT
     assert fallow("submit", "--json", "job.sh").code == Exit.USAGE
 
 
@@ -255,36 +255,36 @@ def test_what_is_wrong_is_said_before_anything_happens(
     (site.folder / "wrong.sh").write_text(SCRIPT.replace("nodes=", "ndes="))
     (site.folder / "dos.sh").write_bytes(SCRIPT.replace("\n", "\r\n").encode())
     (site.folder / "latin.sh").write_bytes(SCRIPT.replace("t.py", "\xfc.py").encode("latin1"))
-    done = fallow("submit", *words)
-    assert (done.code, done.err.count("\n")) == (code, 1)
-    assert message in done.err
-    assert not site.asked
+    result = fallow("submit", *words)
+    assert (result.code, result.err.count("\n")) == (code, 1)
+    assert message in result.err
+    assert not site.requests
 
 
 def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(site: Site, fallow: Fallow) -> None:
     own = ["--dependency=afterok:7", "-w", "n[1-2]", "--constraint=ib"]
-    done = fallow("submit", "--dry-run", *own, "job.sh")
-    base, harvest = (line for line in done.out.splitlines() if line.startswith("sbatch "))
+    result = fallow("submit", "--dry-run", *own, "job.sh")
+    base, harvest = (line for line in result.out.splitlines() if line.startswith("sbatch "))
     for option in ("--dependency", "--nodelist"):
         assert (option in base, option in harvest) == (True, False)
     assert ("--constraint=ib" in base, "--constraint=ib" in harvest) == (True, True), "for every node"
-    assert "--nodelist applies to the base job only" in done.err
+    assert "--nodelist holds for the base job alone" in result.err
 
 
 def test_the_wrapper_is_the_same_command(site: Site) -> None:
     wrapper = Path(__file__).parents[3] / "slurm_scripts" / "fallow-sbatch"
     fallow = write_command(site.folder / "bin", "fallow", 'printf "%s|" "$@"\nexit 7')
-    done = subprocess.run([wrapper, "--wrap", "a b", ""], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("submit|--wrap|a b||", 7)
+    result = subprocess.run([wrapper, "--wrap", "a b", ""], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.returncode) == ("submit|--wrap|a b||", 7)
     fallow.unlink()
-    done = subprocess.run([wrapper, "x"], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False)
-    assert done.returncode == Exit.UNAVAILABLE
-    assert "none on PATH" in done.stderr
+    result = subprocess.run([wrapper, "x"], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False)
+    assert result.returncode == Exit.UNAVAILABLE
+    assert "none on PATH" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["plain", "heterogeneous"])
 def test_the_examples_are_what_they_say(site: Site, fallow: Fallow, name: str) -> None:
     example = Path(__file__).parents[3] / "slurm_scripts" / f"{name}.sbatch"
-    done = fallow("submit", "--dry-run", str(example))
-    assert (done.code, done.err) == (0, "")
-    assert "--gpus-per-node=4" in done.out
+    result = fallow("submit", "--dry-run", str(example))
+    assert (result.code, result.err) == (0, "")
+    assert "--gpus-per-node=4" in result.out

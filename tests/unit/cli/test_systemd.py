@@ -1,4 +1,4 @@
-"""The systemd units say what the head relies on."""
+"""The systemd units have the settings that the head relies on."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from fallow.model import Exit
 FOLDER = Path(__file__).parents[3] / "contrib" / "systemd"
 SYSTEM, USER = "fallow@.service", "fallow-user.service"
 
-BOTH = {
+UNITS = {
     "Type": "notify",
     "NotifyAccess": "main",
     "WatchdogSec": "30",
@@ -29,19 +29,19 @@ ONLY_USER = {"WantedBy": "default.target"}
 
 
 def _keys(unit: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for line in (FOLDER / unit).read_text().splitlines():
         if re.match(r"[A-Za-z]+=", line):
             key, _, value = line.partition("=")
-            assert key not in found, f"{unit} says {key} twice"
-            found[key] = value
-    return found
+            assert key not in keys, f"{unit} says {key} twice"
+            keys[key] = value
+    return keys
 
 
-@pytest.mark.parametrize(("unit", "wanted"), [(SYSTEM, BOTH | ONLY_SYSTEM), (USER, BOTH | ONLY_USER)])
-def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) -> None:
+@pytest.mark.parametrize(("unit", "settings"), [(SYSTEM, UNITS | ONLY_SYSTEM), (USER, UNITS | ONLY_USER)])
+def test_unit_says_what_the_head_relies_on(unit: str, settings: dict[str, str]) -> None:
     keys = _keys(unit)
-    assert {key: keys.get(key) for key in wanted} == wanted
+    assert {key: keys.get(key) for key in settings} == settings
     assert keys["ExecStart"].endswith("fallow daemon")
     beyond_mending = {Exit.NO_RESTART, Exit.CONFIG, Exit.USAGE, Exit.CANTCREAT}
     assert {int(code) for code in keys["RestartPreventExitStatus"].split()} == beyond_mending
@@ -55,7 +55,7 @@ def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) ->
 def test_systemd_understands_the_unit(unit: str, manager: str, tmp_path: Path) -> None:
     instance = tmp_path / unit.replace("@", "@daemon")
     shutil.copy(FOLDER / unit, instance)
-    done = subprocess.run(
+    result = subprocess.run(
         ["systemd-analyze", "verify", manager, "--man=no", str(instance)],
         capture_output=True,
         text=True,
@@ -64,7 +64,7 @@ def test_systemd_understands_the_unit(unit: str, manager: str, tmp_path: Path) -
         env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_LOG_COLOR": "0"},
     )
     # It also looks at the machine's own units; only what it says about ours counts.
-    about_ours = [line for line in done.stderr.splitlines() if instance.name in line]
+    about_ours = [line for line in result.stderr.splitlines() if instance.name in line]
     assert about_ours == []
 
 
@@ -79,14 +79,14 @@ def test_the_unit_that_is_installed_starts_this_very_program(
     program.parent.mkdir()
     program.touch(0o755)
     monkeypatch.setattr("sys.argv", [str(program)])
-    written = Path(fallow("service", "install", *words, "--json").json["unit"])
-    assert written == (config / "systemd/user/fallow.service" if words else system / "fallow@.service")
+    unit_text = Path(fallow("service", "install", *words, "--json").json["unit"])
+    assert unit_text == (config / "systemd/user/fallow.service" if words else system / "fallow@.service")
     shipped = (FOLDER / unit).read_text()
-    assert written.read_text() == shipped.replace("/usr/bin/env fallow daemon", f"{program} daemon") != shipped
+    assert unit_text.read_text() == shipped.replace("/usr/bin/env fallow daemon", f"{program} daemon") != shipped
     assert "daemon-reload" in fallow("service", "install", *words).out, "again"
-    written.write_text("[Service]\n")
-    done = fallow("service", "install", *words)
-    assert (done.code, "--force" in done.err) == (Exit.CANTCREAT, True)
-    assert f"`{' '.join(['systemctl', *words])} edit {written.name}`" in done.err
+    unit_text.write_text("[Service]\n")
+    result = fallow("service", "install", *words)
+    assert (result.code, "--force" in result.err) == (Exit.CANTCREAT, True)
+    assert f"`{' '.join(['systemctl', *words])} edit {unit_text.name}`" in result.err
     assert fallow("service", "install", *words, "--force").code == 0
-    assert f"ExecStart={program} daemon" in written.read_text()
+    assert f"ExecStart={program} daemon" in unit_text.read_text()

@@ -1,4 +1,4 @@
-"""Holes and what became of them, from hand-made looks with known answers; and the report of the demo."""
+"""Holes in hand-made snapshots with known answers, and the report of the demo."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ OWNERS = {
 
 
 def watched(*looks: tuple[float, str]) -> HoleWatch:
-    """Each look has a time and a letter for each node: n0, n1 ..."""
+    """A watch after snapshots, each given as its time and a letter for each of the nodes n0, n1 ..."""
     watch = HoleWatch()
     for at, letters in looks:
         owners = {f"n{number}": OWNERS[letter] for number, letter in enumerate(letters)}
@@ -68,7 +68,7 @@ def test_holes_are_apart_and_no_more_is_trained_than_there_is(steps: list[tuple[
     assert watch.idle_node_s() == pytest.approx(expected)
 
 
-# -- what is read from snapshots, and what is told of it ---------------------------------------------------------------
+# -- owners of nodes, and the report -----------------------------------------------------------------------------------
 
 
 def test_nodes_of_the_base_allocation_are_not_idle_without_us() -> None:
@@ -79,12 +79,12 @@ def test_nodes_of_the_base_allocation_are_not_idle_without_us() -> None:
     )
     nodes = [NodeView(node=node, partitions=["p"], state="IDLE", owner=owner) for node, owner in owners.items()]
     assert owners_of(views.snapshot(run, nodes=nodes), run) == owners | {"n1": NodeOwner.OTHERS}
-    assert members_of(run) == {"n1"}, "the other one starts up"
+    assert members_of(run) == {"n1"}, "n2 starts up"
 
 
-def report(lost: int = 0) -> DemoReport:
+def report(lost_samples: int = 0) -> DemoReport:
     return DemoReport(
-        **asdict(views.report(samples=views.samples(lost))),
+        **asdict(views.report(samples=views.samples(lost_samples))),
         slurm=SlurmFacts(version="25.11", nodes=8),
         static_digest="cd",
         static_loss=0.5,
@@ -104,10 +104,10 @@ def test_the_report_is_one_flat_object_and_says_what_fell_short() -> None:
         flat
     )
     assert report().sound
-    assert not report(lost=1).sound
+    assert not report(lost_samples=1).sound
     console = Console(width=200)
-    with console.capture() as shown:
-        console.print(to_table(report(lost=1)))
-    assert "150 of 200 node-seconds (75%)" in shown.get()
-    assert "fell short: 1 samples lost, 0 repeated" in shown.get()
-    assert "the membership never changed" in shown.get()
+    with console.capture() as output:
+        console.print(to_table(report(lost_samples=1)))
+    assert "150 of 200 node-seconds (75%)" in output.get()
+    assert "fell short: 1 samples lost, 0 repeated" in output.get()
+    assert "the membership never changed" in output.get()

@@ -1,4 +1,4 @@
-"""Which processes a testbed takes for its own."""
+"""Processes that belong to a testbed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Other users' jobs: made alike from the same seed, and what a load does whose testbed is gone."""
+"""Jobs of other users: a seed makes the same jobs, and a load ends with its testbed."""
 
 import threading
 from pathlib import Path
@@ -17,19 +17,19 @@ def jobs(seed: int = 1, seconds: float = 600.0, nodes: int = 8, utilisation: flo
 @pytest.mark.parametrize("utilisation", [0.4, 0.7, 0.95])
 def test_jobs_ask_for_about_the_wanted_part(utilisation: float) -> None:
     seconds = 20_000.0
-    made = jobs(seconds=seconds, utilisation=utilisation)
-    node_s = sum(job.nodes * min(job.runs_s, seconds - job.at_s) for job in made)
+    load_jobs = jobs(seconds=seconds, utilisation=utilisation)
+    node_s = sum(job.nodes * min(job.runs_s, seconds - job.at_s) for job in load_jobs)
     assert node_s / (seconds * 8) == pytest.approx(utilisation, rel=0.15)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 20])
 def test_jobs_fit_the_testbed(nodes: int) -> None:
-    made = jobs(nodes=nodes)
-    assert made == jobs(nodes=nodes) != jobs(seed=2, nodes=nodes)
-    assert all(1 <= job.nodes <= nodes for job in made)
-    assert all(0 <= job.at_s <= 600 and job.runs_s > 0 and job.limit_minutes * 60 >= job.runs_s for job in made)
-    assert [job.at_s for job in made] == sorted(job.at_s for job in made)
-    assert len({job.name for job in made}) == len(made) > 0
+    load_jobs = jobs(nodes=nodes)
+    assert load_jobs == jobs(nodes=nodes) != jobs(seed=2, nodes=nodes)
+    assert all(1 <= job.nodes <= nodes for job in load_jobs)
+    assert all(0 <= job.at_s <= 600 and job.runs_s > 0 and job.limit_minutes * 60 >= job.runs_s for job in load_jobs)
+    assert [job.at_s for job in load_jobs] == sorted(job.at_s for job in load_jobs)
+    assert len({job.name for job in load_jobs}) == len(load_jobs) > 0
 
 
 class Hurrying(threading.Event):
@@ -41,7 +41,7 @@ class Hurrying(threading.Event):
 
 
 def test_a_load_ends_with_its_testbed(tmp_path: Path) -> None:
-    gone = Testbed(Layout(str(tmp_path / "gone"), "me", 20_000, (25, 11), 0.0))
-    made = jobs()
-    played = play(gone, made, 86_400.0, Hurrying())
-    assert (played.planned, played.submitted, played.refused) == (len(made), 0, 0)
+    removed_testbed = Testbed(Layout(str(tmp_path / "gone"), "me", 20_000, (25, 11), 0.0))
+    load_jobs = jobs()
+    played = play(removed_testbed, load_jobs, 86_400.0, Hurrying())
+    assert (played.planned, played.submitted, played.refused) == (len(load_jobs), 0, 0)

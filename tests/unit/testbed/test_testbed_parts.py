@@ -23,22 +23,22 @@ def test_registry_drops_what_is_gone_and_leaves_other_hosts_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
-    here, gone, there = (layout(tmp_path / name) for name in ("here", "gone", "there"))
-    for each in (here, gone, there):
+    local_testbed, removed_testbed, remote_testbed = (layout(tmp_path / name) for name in ("here", "gone", "there"))
+    for each in (local_testbed, removed_testbed, remote_testbed):
         each.folder.mkdir()
-    registry.remember(here)
-    registry.remember(gone)
+    registry.remember(local_testbed)
+    registry.remember(removed_testbed)
     with monkeypatch.context() as other:
         other.setattr(socket, "gethostname", lambda: "other-host")
-        registry.remember(there)
-        assert registry.layouts() == [there]
-    shutil.rmtree(gone.folder)
-    assert registry.layouts() == [here]
-    registry.forget(here.folder)
-    registry.forget(here.folder)
+        registry.remember(remote_testbed)
+        assert registry.layouts() == [remote_testbed]
+    shutil.rmtree(removed_testbed.folder)
+    assert registry.layouts() == [local_testbed]
+    registry.forget(local_testbed.folder)
+    registry.forget(local_testbed.folder)
     assert registry.layouts() == []
     monkeypatch.setattr(socket, "gethostname", lambda: "other-host")
-    assert registry.layouts() == [there]
+    assert registry.layouts() == [remote_testbed]
 
 
 def test_reserved_ports_are_neighbours_that_nobody_else_finds_and_daemons_listen_on(

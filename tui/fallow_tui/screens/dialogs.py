@@ -18,7 +18,7 @@ MOST = 999
 
 
 class Confirm(ModalScreen[int | None]):
-    """Asks before something is done. Returns None for no, else how many nodes (1 where there is none to choose)."""
+    """Asks for confirmation. Returns None for no, else the number of nodes (1 if the request takes none)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes", id="confirm.yes"),
@@ -44,17 +44,17 @@ class Confirm(ModalScreen[int | None]):
 
     def on_mount(self) -> None:
         self._draw()
-        # "No" has the focus, so that a stray enter does no harm.
+        # "No" has the focus, so that an accidental enter does no harm.
         self.query_one("#no").focus()
 
     def action_change(self, by: int) -> None:
-        """More or fewer."""
+        """Change the number of nodes."""
         if self._takes_number:
             self.number = min(MOST, max(1, self.number + by))
             self._draw()
 
     def action_answer(self, yes: bool) -> None:
-        """Closes the dialog."""
+        """Close the dialog."""
         self.dismiss(self.number if yes else None)
 
     @on(Button.Pressed)
@@ -70,7 +70,7 @@ class Confirm(ModalScreen[int | None]):
 
 
 class Help(ModalScreen[None]):
-    """The keys that are valid where it was asked for, and what the glyphs mean."""
+    """The valid keys of the screen below, and the meaning of the glyphs."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "dismiss", "Close", id="help.close")]
 
@@ -98,12 +98,12 @@ class Help(ModalScreen[None]):
 _LEGEND = (
     ("A B C", "member of that run, on a base node"),
     ("a b c", "member of that run, on a harvested node"),
-    ("+", "ours, it is starting or ready"),
-    ("-", "ours, it is leaving"),
-    ("!", "ours, it is not heard any more"),
-    ("▒", "held by others"),
+    ("+", "ours, starting or ready"),
+    ("-", "ours, leaving"),
+    ("!", "ours, silent: its agent does not answer"),
+    ("▒", "used by others"),
     ("·", "idle"),
     ("◇", "idle, set aside for a planned job"),
     ("×", "down or drained"),
-    ("12/2-16", "nodes now / least-most"),
+    ("12/2-16", "nodes now / minimum-maximum"),
 )

@@ -1,4 +1,4 @@
-"""The two screens: all nodes and runs with who was where when; and one run with its members. Both with the events."""
+"""The two screens: all nodes and runs with a timeline, and one run with its members. Both show the events."""
 
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from fallow_tui.widgets.nodes import NodeMap
 from fallow_tui.widgets.runs import Column, RowTable, RunsTable
 from fallow_tui.widgets.timeline import ChangeList, Timeline
 
-LABELS = ("RANK", "MEMBER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "GOES IN", "SEEN")
+LABELS = ("RANK", "MEMBER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "ENDS IN", "SEEN")
 COLUMNS = [Column(label) for label in LABELS]
 
 
@@ -93,8 +93,8 @@ class RunScreen(OperatorScreen):
     def draw(self, view: View, now: float) -> None:
         run = view.run(self._run)
         members = sorted(run.members if run is not None else [], key=lambda m: (m.rank is None, m.rank or 0, m.member))
-        since = view.age(now) or 0.0
-        self.query_one(RowTable).fill(COLUMNS, {member.member: member_row(member, since) for member in members})
+        age_s = view.age(now) or 0.0
+        self.query_one(RowTable).fill(COLUMNS, {member.member: member_row(member, age_s) for member in members})
         unknown = Text(f"The head no longer knows run {self._run}.", WARN)
         self.query_one("#figures", Static).update(unknown if run is None else self._figures(view, run, now))
 
@@ -145,9 +145,9 @@ class RunScreen(OperatorScreen):
         return text
 
 
-def member_row(member: MemberView, since: float) -> list[Text]:
-    """Cells under `COLUMNS` of a member as it was `since` seconds ago."""
-    left = None if member.ends_in_s is None else member.ends_in_s - since
+def member_row(member: MemberView, age_s: float) -> list[Text]:
+    """Cells of a member for `COLUMNS`. `age_s` is the age of its data in seconds."""
+    remaining_s = None if member.ends_in_s is None else member.ends_in_s - age_s
     return [
         Text("-" if member.rank is None else str(member.rank)),
         Text(member.member),
@@ -156,6 +156,6 @@ def member_row(member: MemberView, since: float) -> list[Text]:
         Text(str(member.phase), PHASES[member.phase]),
         Text(str(member.step)),
         Text(str(member.shards) if member.shards else "-"),
-        Text(duration(left), WARN if left is not None and left < 60 else ""),
-        Text(duration(member.last_seen_s + since), MUTED),
+        Text(duration(remaining_s), WARN if remaining_s is not None and remaining_s < 60 else ""),
+        Text(duration(member.last_seen_s + age_s), MUTED),
     ]

@@ -1,1 +1,1 @@
-"""What is on a screen; every widget draws one part of a `View`."""
+"""Widgets of the screens. Each widget draws one part of a `View`."""

@@ -17,7 +17,7 @@ from fallow_tui.view import KEEP_EVENTS, View
 
 
 class _Lines(RichLog):
-    """Stays at its end where it was there; who has gone up to read is left alone."""
+    """Lines of the log. Follows new lines only while it is scrolled to its end."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "Down", show=False, id="events.down"),
@@ -26,21 +26,21 @@ class _Lines(RichLog):
 
     def __init__(self) -> None:
         super().__init__(wrap=False, markup=False, max_lines=KEEP_EVENTS)
-        self._following = True
+        self._is_following = True
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        self._following = new_value >= self.max_scroll_y
+        self._is_following = new_value >= self.max_scroll_y
 
     def on_resize(self, _: Resize) -> None:
-        if self._following:
+        if self._is_following:
             self.scroll_end(animate=False, x_axis=False)
 
     def add(self, line: Text) -> None:
-        self.write(line, scroll_end=self._following)
+        self.write(line, scroll_end=self._is_following)
 
     def clear(self) -> Self:
-        self._following = True
+        self._is_following = True
         return super().clear()
 
 
@@ -52,8 +52,8 @@ class EventLog(Vertical):
         self.border_title = title
         self._run = run
         self._view = View()
-        self._shown = -1
-        "sequence number of the last event looked at"
+        self._last_seq = -1
+        "sequence number of the last event that was added"
 
     def compose(self) -> ComposeResult:
         yield _Lines()
@@ -63,27 +63,27 @@ class EventLog(Vertical):
         self.query_one(Input).display = False
 
     def show(self, view: View) -> None:
-        """Adds what is new in the view."""
+        """Add the new events of the view."""
         self._view = view
-        if view.events and view.events[-1].seq < self._shown:
-            # The numbers went back: another state folder, so what is on the screen is of another story.
+        if view.events and view.events[-1].seq < self._last_seq:
+            # The numbers went back, so the shown events are those of another state folder.
             self._rewrite()
         for event in view.events:
-            if event.seq > self._shown:
-                self._shown = event.seq
+            if event.seq > self._last_seq:
+                self._last_seq = event.seq
                 self._write(event)
 
     def focus_lines(self) -> None:
         self.query_one(_Lines).focus()
 
     def start_filter(self) -> None:
-        """Opens the filter."""
+        """Open the filter."""
         box = self.query_one(Input)
         box.display = True
         box.focus()
 
     def clear_filter(self) -> bool:
-        """Closes the filter; False when there was none."""
+        """Close the filter. Returns False if no filter was open."""
         box = self.query_one(Input)
         if not box.display:
             return False
@@ -103,7 +103,7 @@ class EventLog(Vertical):
 
     def _rewrite(self) -> None:
         self.query_one(_Lines).clear()
-        self._shown = -1
+        self._last_seq = -1
         self.show(self._view)
 
     def _write(self, event: EventRecord) -> None:

@@ -15,12 +15,12 @@ from fallow_tui.text import duration, fit
 from fallow_tui.view import View
 
 LABEL_ROWS = 3
-"""Tiles carry names as long as they fit into this many rows."""
+"""Most rows of tiles with names; more tiles have no names."""
 ROW_LABEL = 12
 
 
 class NodeMap(Widget, can_focus=True):
-    """Tiles of all nodes; the cursor's node is described in the last line."""
+    """Tiles of all nodes. The last line describes the node under the cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "move(-1, 0)", "Left", show=False, id="node.left"),
@@ -44,17 +44,17 @@ class NodeMap(Widget, can_focus=True):
         return self._names[self._cursor] if self._names else None
 
     def show(self, view: View, now: float) -> None:
-        """Draws what is in the view."""
+        """Draw the view."""
         self._view, self._now = view, now
         names = sorted(view.cells)
-        resized = len(names) != len(self._names)
+        is_resized = len(names) != len(self._names)
         self._names, self._labels = names, short_names(names)
         self._cursor = min(self._cursor, max(0, len(names) - 1))
         self.border_title = self._summary()
-        self.refresh(layout=resized)
+        self.refresh(layout=is_resized)
 
     def action_move(self, columns: int, rows: int) -> None:
-        """Moves the cursor; it stays within the map."""
+        """Move the cursor within the map."""
         goal = self._cursor + columns + rows * self._per_row(self.size.width)
         if 0 <= goal < len(self._names):
             self._cursor = goal
@@ -70,27 +70,27 @@ class NodeMap(Widget, can_focus=True):
         text = Text(no_wrap=True, end="")
         for row in range(first, min(first + height, self._rows(width))):
             names = range(row * per_row, min((row + 1) * per_row, len(self._names)))
-            if not self._labelled(width):
+            if not self._has_labels(width):
                 text.append(fit(self._labels[names[0]], ROW_LABEL - 1) + " ", MUTED)
             for index in names:
-                self._tile(text, index, self._labelled(width))
+                self._tile(text, index, self._has_labels(width))
             text.append("\n")
         self._describe(text)
         return text
 
-    def _tile(self, text: Text, index: int, labelled: bool) -> None:
+    def _tile(self, text: Text, index: int, has_label: bool) -> None:
         sign, style = glyph(self._view, self._view.cells[self._names[index]])
-        here = self.has_focus and index == self._cursor
-        text.append(sign, style + Style(reverse=True) if here and not labelled else style)
-        if labelled:
+        is_at_cursor = self.has_focus and index == self._cursor
+        text.append(sign, style + Style(reverse=True) if is_at_cursor and not has_label else style)
+        if has_label:
             label = fit(self._labels[index], self._label_width())
-            text.append(label, Style(reverse=True) if here else MUTED)
+            text.append(label, Style(reverse=True) if is_at_cursor else MUTED)
             text.append(" ")
 
     def _describe(self, text: Text) -> None:
         name = self.selected
         if name is None:
-            # What to do comes after the semicolon; on a line of its own it is not cut off.
+            # The text after the semicolon says what to do; on a line of its own it is not cut.
             text.append(self._view.away_reason.replace("; ", "\n", 1) or "no nodes known yet", MUTED)
             return
         cell = self._view.cells[name]
@@ -101,15 +101,15 @@ class NodeMap(Widget, can_focus=True):
         if cell.run is not None:
             text.append("  ")
             text.append_text(run_badge(self._view, cell.run))
-            text.append(f" {cell.run} {cell.kind or ''} {cell.phase or 'coming'}")
+            text.append(f" {cell.run} {cell.kind or ''} {cell.phase or 'starting'}")
             if node is not None and node.ends_in_s is not None:
-                left = node.ends_in_s - (self._now - self._view.received)
-                text.append(f"  goes in {duration(left)}")
+                remaining_s = node.ends_in_s - (self._now - self._view.received)
+                text.append(f"  ends in {duration(remaining_s)}")
         else:
             text.append(f"  {cell.owner}")
             if node is not None and node.unused:
                 text.append(f"  {node.unused}")
-        # Last, for it is the first to be cut off where the screen is narrow.
+        # Last, because a narrow screen cuts the end of the line.
         if node is not None:
             text.append(f"  {','.join(node.partitions)}", MUTED)
             text.append(f"  {node.gpus} GPUs" if node.gpus else "", MUTED)
@@ -117,9 +117,9 @@ class NodeMap(Widget, can_focus=True):
     def _summary(self) -> Text:
         cells = list(self._view.cells.values())
         text = Text("1 Nodes ", end="")
-        ours = [cell for cell in cells if cell.owner is NodeOwner.OURS]
-        base = sum(cell.kind is AllocationKind.BASE for cell in ours)
-        text.append(f" A base {base}  a harvest {len(ours) - base} ")
+        our_cells = [cell for cell in cells if cell.owner is NodeOwner.OURS]
+        base = sum(cell.kind is AllocationKind.BASE for cell in our_cells)
+        text.append(f" A base {base}  a harvest {len(our_cells) - base} ")
         for owner in (NodeOwner.OTHERS, NodeOwner.IDLE, NodeOwner.PLANNED, NodeOwner.DOWN):
             number = sum(cell.owner is owner for cell in cells)
             sign, style = OWNERS[owner]
@@ -130,22 +130,22 @@ class NodeMap(Widget, can_focus=True):
     def _label_width(self) -> int:
         return max((cell_len(label) for label in self._labels), default=1)
 
-    def _labelled(self, width: int) -> bool:
+    def _has_labels(self, width: int) -> bool:
         per_row = max(1, width // (self._label_width() + 2))
         return len(self._names) <= per_row * LABEL_ROWS
 
     def _per_row(self, width: int) -> int:
-        return max(1, width // (self._label_width() + 2) if self._labelled(width) else width - ROW_LABEL)
+        return max(1, width // (self._label_width() + 2) if self._has_labels(width) else width - ROW_LABEL)
 
     def _rows(self, width: int) -> int:
         return -(-len(self._names) // self._per_row(width))
 
 
 def short_names(names: list[str]) -> list[str]:
-    """The names without what they all begin with, up to their digits: `gpu001` of `gpu001 gpu002` is `001`."""
+    """Names without their common prefix, which ends before digits: `gpu001` and `gpu002` become `001` and `002`."""
     if len(names) < 2:
         return names
-    # What the first and the last in order share, all share.
+    # A prefix of the first and of the last name in order is a prefix of all names.
     pairs = enumerate(zip(min(names), max(names), strict=False))
     end = next((index for index, (one, other) in pairs if one != other), len(min(names)))
     end = len(min(names)[:end].rstrip("0123456789"))

@@ -1,4 +1,4 @@
-"""The membership timeline: a row per node, time from left to right, and why the last changes happened."""
+"""The membership timeline: a row per node, time from left to right; and the last changes with their reasons."""
 
 from itertools import groupby
 from typing import ClassVar
@@ -21,7 +21,7 @@ MARK_EVERY = 15
 
 
 class Timeline(Widget, can_focus=True):
-    """Who held which node when; only nodes that were ours in the time shown."""
+    """Users of the nodes over time. Shows only nodes that were ours in that time."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll(-1)", "Up", show=False, id="timeline.up"),
@@ -34,31 +34,31 @@ class Timeline(Widget, can_focus=True):
         super().__init__(id=id)
         self.border_title = "3 Membership"
         self._view = View()
-        self._stale = False
+        self._is_stale = False
         self._zoom = 1
         self._top = 0
 
     def show(self, view: View, now: float) -> None:
-        """Draws what is in the view."""
-        self._view, self._stale = view, view.freshness(now) is Freshness.STALE
+        """Draw the view."""
+        self._view, self._is_stale = view, view.freshness(now) is Freshness.STALE
         self.border_title = f"3 Membership  {duration(ZOOM_S[self._zoom])} a column"
         self.refresh()
 
     def action_scroll(self, rows: int) -> None:
-        """Scrolls by nodes."""
+        """Scroll by rows."""
         self._top = max(0, self._top + rows)
         self.refresh()
 
     def action_zoom(self, steps: int) -> None:
-        """Changes how much time a column stands for."""
+        """Change the time of a column."""
         self._zoom = min(len(ZOOM_S) - 1, max(0, self._zoom + steps))
         self.border_title = f"3 Membership  {duration(ZOOM_S[self._zoom])} a column"
         self.refresh()
 
     def render(self) -> Text:
         width, height = self.size.width, max(1, self.size.height - 1)
-        label = min(14, max((cell_len(name) for name in self._view.ours), default=4)) + 1
-        columns, column_s = max(1, width - label), ZOOM_S[self._zoom]
+        label_width = min(14, max((cell_len(name) for name in self._view.our_rows), default=4)) + 1
+        columns, column_s = max(1, width - label_width), ZOOM_S[self._zoom]
         rows = self._view.timeline(columns, column_s)
         self._top = min(self._top, max(0, len(rows) - height))
         text = Text(no_wrap=True, end="")
@@ -66,27 +66,27 @@ class Timeline(Widget, can_focus=True):
             text.append("no node was ours in this time", MUTED)
             return text
         for name in list(rows)[self._top : self._top + height]:
-            text.append(fit(name, label - 1) + " ", MUTED)
-            for cell, same in groupby(rows[name]):
+            text.append(fit(name, label_width - 1) + " ", MUTED)
+            for cell, cells in groupby(rows[name]):
                 sign, style = glyph(self._view, cell)
-                text.append(sign * len(list(same)), style)
+                text.append(sign * len(list(cells)), style)
             text.append("\n")
-        text.append_text(self._axis(label, columns, column_s, len(rows) - self._top - height))
-        if self._stale:
+        text.append_text(self._axis(label_width, columns, column_s, len(rows) - self._top - height))
+        if self._is_stale:
             text.stylize(Style(dim=True))
         return text
 
     @staticmethod
-    def _axis(label: int, columns: int, column_s: float, below: int) -> Text:
-        """Marks at equal distances from the right edge, which is now."""
+    def _axis(label_width: int, columns: int, column_s: float, rows_below: int) -> Text:
+        """The time axis: marks at equal distances from the right edge, which is now."""
         line = [" "] * columns
-        for back in range(0, columns, MARK_EVERY):
-            mark = f"-{duration(back * column_s)}┤" if back else "now┤"
-            start = columns - back - len(mark)
+        for columns_ago in range(0, columns, MARK_EVERY):
+            mark = f"-{duration(columns_ago * column_s)}┤" if columns_ago else "now┤"
+            start = columns - columns_ago - len(mark)
             if start >= 0:
                 line[start : start + len(mark)] = mark
-        more = f"↓{below}" if below > 0 else ""
-        return Text(fit(more, label) + "".join(line), MUTED)
+        hidden_rows = f"↓{rows_below}" if rows_below > 0 else ""
+        return Text(fit(hidden_rows, label_width) + "".join(line), MUTED)
 
 
 class ChangeList(Static):
@@ -96,7 +96,7 @@ class ChangeList(Static):
         self.border_title = "Last changes"
 
     def show(self, view: View) -> None:
-        """Draws what is in the view."""
+        """Draw the view."""
         changes = view.changes(max(1, self.size.height))
         if not changes:
             self.update(Text("none yet", MUTED))
