@@ -208,7 +208,7 @@ def test_a_device_that_does_not_end_what_was_aborted_ends_this_member(member: Me
             group.interrupt("over")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(group_module, "_DRAIN_S", 0.1)
-                with pytest.raises(FallowError, match="fake:0 has not ended the aborted collectives of generation 1"):
+                with pytest.raises(FallowError, match="fake:0 did not end the aborted collectives of generation 1"):
                     group.retire()
             stubborn.ignores_abort = False
             stubborn.abort()

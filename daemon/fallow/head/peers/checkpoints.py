@@ -15,7 +15,7 @@ from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import ChangeKind, FallowError
-from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_ones, read_manifest
+from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_checkpoints, read_manifest
 
 log = structlog.get_logger("fallow.head")
 
@@ -59,7 +59,7 @@ def _look(folder: Path, known: Collection[str]) -> Look:
     """What is in a folder besides what is known."""
     found: Look = []
     try:
-        unknown = [path for path in complete_ones(folder) if str(path) not in known]
+        unknown = [path for path in complete_checkpoints(folder) if str(path) not in known]
     except OSError as error:
         log.warning("checkpoints.unseen", folder=str(folder), error=str(error))
         return found

@@ -67,8 +67,8 @@ def build_world(world: World) -> Group:
             f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
             Exit.UNAVAILABLE,
         ) from None
-    towards = local_address_towards(os.environ["MASTER_ADDR"])
-    address = data_address(interfaces(), towards, DataNetwork(), os.environ)
+    local_address = local_address_towards(os.environ["MASTER_ADDR"])
+    address = data_address(interfaces(), local_address, DataNetwork(), os.environ)
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
 
 

@@ -68,11 +68,11 @@ class _Finder(MetaPathFinder, Loader):
     """
 
     def __init__(self) -> None:
-        self._found = False
+        self._has_stand_in = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == _NAME and not self._found:
-            self._found = True
+        if name == _NAME and not self._has_stand_in:
+            self._has_stand_in = True
             return ModuleSpec(name, self, loader_state=_StandIn())
         if name.startswith(_NAME + ".") and name in sys.modules:
             return ModuleSpec(name, self, loader_state=sys.modules[name])
@@ -81,12 +81,12 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Put the module that has been made in the place of the one that the import system has just made."""
         assert module.__spec__ is not None
-        made = sys.modules[module.__name__] = module.__spec__.loader_state
-        if made.__spec__ is None:  # the stand-in
-            made.__spec__ = module.__spec__
+        replacement = sys.modules[module.__name__] = module.__spec__.loader_state
+        if replacement.__spec__ is None:  # the stand-in
+            replacement.__spec__ = module.__spec__
 
 
-def put_off_compiler() -> None:
+def defer_compiler_import() -> None:
     """From now on `torch._dynamo` is imported when something of it is needed; without effect where it is there."""
     if _NAME not in sys.modules:
         sys.meta_path.insert(0, _Finder())

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from fallow.worker.session.session import Session
 
 _PR_SET_PDEATHSIG = 1
-_NATIVE = ("build-", "reaper-")
+_NATIVE_THREADS = ("build-", "reaper-")
 "Beginnings of the names of threads that build and destroy groups."
 _NATIVE_S = 3.0
-_NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_paths().values())
+_LIBRARY_PATHS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_paths().values())
 "Beginnings of file names that are not part of a user's script."
 
 
 def session_with_agent(
-    descriptor: str, *, grouped: bool = True, orphaned: signal.Signals = signal.SIGKILL
+    descriptor: str, *, grouped: bool = True, orphan_signal: signal.Signals = signal.SIGKILL
 ) -> "Session":
     """The conversation over the socket that this process has inherited as `descriptor`; it is not open yet.
 
     Args:
         descriptor: of the socket.
         grouped: see `Session`.
-        orphaned: sent to this process when its agent ends before the session is closed. There may be a shell between
-            the two, so that the kernel does not see to it (`die_with_parent`).
+        orphan_signal: signal that ends this process if its agent ends before the session is closed. The kernel cannot
+            send it (`die_with_parent`) if a shell is between the agent and this process.
 
     Raises:
         FallowError: there is no such socket.
@@ -54,7 +54,7 @@ def session_with_agent(
     def connect(on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> AgentChannel:
         def end(reason: str) -> None:
             if not reason:
-                os.kill(os.getpid(), orphaned)  # before the script hears of it, and fails with words of its own
+                os.kill(os.getpid(), orphan_signal)  # before the script hears of it, and fails with words of its own
             on_end(reason)
 
         return AgentChannel(int(descriptor), on_message, end)
@@ -77,10 +77,10 @@ def die_with_parent() -> None:
         os._exit(Exit.TEMPFAIL)
 
 
-def leave_sigterm_to_the_head(warned: Callable[[], None] = lambda: None) -> None:
+def leave_sigterm_to_the_head(on_warning: Callable[[], None] = lambda: None) -> None:
     """Survive SIGTERM: Slurm sends it to the whole step, and the head releases this worker at a step boundary.
 
-    The handler calls `warned`: where no head is there, this worker leaves by itself.
+    The handler calls `on_warning`: where no head is there, this worker leaves by itself.
     """
     owner = os.getpid()
 
@@ -89,12 +89,12 @@ def leave_sigterm_to_the_head(warned: Callable[[], None] = lambda: None) -> None
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            warned()
+            on_warning()
 
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def tell_stacks() -> None:
+def enable_stack_dumps() -> None:
     """Have a crash, or the agent's signal before it kills a worker that hangs, write the stack to standard error.
 
     It is done inside the signal's handler, so it works while the interpreter is blocked.
@@ -115,24 +115,24 @@ def _signature_of(error: BaseException, trace: TracebackType | None) -> str:
     if isinstance(error, Stranger):
         return STRANGER + error.message
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPTS)]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PATHS)]
     if not frames:
         return type(error).__name__
     last = (own or frames)[-1]
     return f"{type(error).__name__} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
-def _skip_teardown(kept: object) -> None:
+def _skip_teardown(root: object) -> None:
     """Have the interpreter end with the script's exit value, which it alone knows, but tear as little down as it can.
 
-    `kept` stays as it is until the process is gone, with all that it refers to.
+    `root` stays as it is until the process is gone, with all that it refers to.
     """
     # One that comes back from native code while the interpreter goes would end the process by an abort.
     end = time.monotonic() + _NATIVE_S
     for thread in threading.enumerate():
-        if thread.name.startswith(_NATIVE):
+        if thread.name.startswith(_NATIVE_THREADS):
             thread.join(max(0.0, end - time.monotonic()))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(root))
     gc.freeze()
     # Runs in the place of libraries' own ends, for which native threads must not be at work; it is handed the value.
     libc = ctypes.CDLL(None)
@@ -155,10 +155,10 @@ class Ending:
         "of the frame in which this thread's Python begins"
         self.code: int | None = None
         "exit code that the process has to have; None: the script is running, or ends with the one that it wants"
-        sys.excepthook = lambda _, error, trace: self._tell(error, trace, show=True)
+        sys.excepthook = lambda _, error, trace: self._report(error, trace, show=True)
         atexit.register(self._at_exit)
 
-    def _tell(self, error: BaseException, trace: TracebackType | None, *, show: bool) -> None:
+    def _report(self, error: BaseException, trace: TracebackType | None, *, show: bool) -> None:
         if advice := self._run._advice(error):
             error.add_note(advice)
         if isinstance(error, FallowError):
@@ -168,7 +168,7 @@ class Ending:
             text = "".join(traceback.format_exception(type(error), error, trace))
         if show:
             sys.stderr.write(text or f"fallow: {message}\n")
-        self._run._failed(self.code, message, text, _signature_of(error, trace))
+        self._run._report_failure(self.code, message, text, _signature_of(error, trace))
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:
@@ -176,12 +176,12 @@ class Ending:
         # The script may have put a hook of its own in the place of ours.
         last, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
         if self.code is None and last is not None and trace is not None and trace.tb_frame.f_code is self._outermost:
-            self._tell(last, trace, show=False)
+            self._report(last, trace, show=False)
         if self.code is None:
             try:
-                self.code = self._run._finished()
+                self.code = self._run._finish()
             except FallowError as error:
-                self._tell(error, None, show=True)
+                self._report(error, None, show=True)
         # Python itself would exit with 1 after an exception, whatever its code.
         at_once = (self.code or 0) > 1 or self._run._ends_at_once()
         if self.code is None and at_once:

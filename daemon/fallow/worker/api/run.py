@@ -12,9 +12,9 @@ from fallow.model import Exit, FallowError
 from fallow.text import clean, clean_output
 from fallow.wire.frames import is_child_of_agent
 from fallow.worker.api import fixed, process, short
-from fallow.worker.data.ledger import LAST_S
+from fallow.worker.data.ledger import FINISH_PATIENCE_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
-from fallow.worker.data.source import Calls, Source
+from fallow.worker.data.source import FunctionSource, Source
 from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.watch import watch_steps
 from fallow.worker.loop.exchange import Kind
@@ -60,7 +60,7 @@ class Run:
         self._on_resize: list[Callable[[], None]] = []
         self._loop = Loop(self._member, self._on_resize)
         self._generations = self._loop.generations
-        self._is_main = IsMain(self._speaks)
+        self._is_main = IsMain(self._is_main_now)
         self._call: Generator[Update, None, None] | None = None
         "the run.updates call at work, or the last one"
         watch_steps(self._prepared, self._loop.check_step, self._loop.end_step)
@@ -92,11 +92,11 @@ class Run:
             raise FallowError("prepare everything before the first run.updates: members must agree on the state")
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
-        done = [self._prepare_one(thing, global_batch) for thing in objects]
+        results = [self._prepare_one(thing, global_batch) for thing in objects]
         self._prepared.give_own_memory()
         if self._prepared.reproducible:
             enforce(self._prepared.devices())  # before the script makes graphs, which keep their kernels
-        return done[0] if len(done) == 1 else tuple(done)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, thing: Any, global_batch: int | None) -> Any:
         if not isinstance(thing, DataLoader):
@@ -105,9 +105,9 @@ class Run:
         check_loader(thing)
         assert thing.batch_size is not None
         kind = StreamLoader if isinstance(thing.dataset, IterableDataset) else ElasticLoader
-        made = kind(thing, self._member.seed, global_batch or thing.batch_size * self._max_workers)
-        made.generators = self._prepared.generators
-        return made
+        loader = kind(thing, self._member.seed, global_batch or thing.batch_size * self._max_workers)
+        loader.generators = self._prepared.generators
+        return loader
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -147,7 +147,7 @@ class Run:
                     "function that gives a batch",
                     Exit.DATA,
                 )
-            source = Calls(source, shards)
+            source = FunctionSource(source, shards)
         self._call = self._loop.updates(source, epochs, max_steps)
         yield from self._call
 
@@ -213,7 +213,7 @@ class Run:
         """
         return self._is_main
 
-    def _speaks(self) -> bool:
+    def _is_main_now(self) -> bool:
         if self._generations.released or self._loop.rehearsing:
             return False
         if self._session is None or self._place.joined:
@@ -238,9 +238,9 @@ class Run:
             return
         progress = self._session.progress
         logged = {clean(name, _LONGEST_NAME): float(value) for name, value in scalars.items()}
-        known = {**progress.told.scalars, **logged}
+        all_scalars = {**progress.told.scalars, **logged}
         # They go with every heartbeat, and a script may have made a name for each step.
-        progress.tell(scalars=dict(list(known.items())[-_MOST_SCALARS:]))
+        progress.tell(scalars=dict(list(all_scalars.items())[-_MOST_SCALARS:]))
 
     def mean(self, x: float | torch.Tensor) -> float:
         """The plain mean of the members' values: of an evaluation that each does a part of, say.
@@ -265,7 +265,7 @@ class Run:
         of the run: nothing happens.
         """
         if self._member.saver is not None and not self._loop.rehearsing:
-            self._member.saver.asked = True
+            self._member.saver.is_requested = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Decorator: call this after each change of the membership, before the next step; no `run.mean` in it."""
@@ -274,7 +274,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ the end
 
-    def _finished(self) -> int | None:
+    def _finish(self) -> int | None:
         """The script has ended; returns the exit code of who has left the run, None: the script's own."""
         session = self._session
         try:
@@ -302,7 +302,7 @@ class Run:
             if session is not None:
                 session.say(deserted=True)
             return None
-        self._member.ledger.flush(LAST_S)
+        self._member.ledger.flush(FINISH_PATIENCE_S)
         if session is None or not self._place.joined:
             return None
         if self._member.saver is not None:
@@ -321,7 +321,7 @@ class Run:
         session.say(finish=finish)
         return None
 
-    def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
+    def _report_failure(self, code: int, message: str, trace: str, signature: str) -> None:
         session, place = self._session, self._place
         if session is None or self._generations.released:
             return
@@ -380,7 +380,7 @@ def init() -> Run:
     channel = os.environ.get("FALLOW_CHANNEL_FD", "-1")
     if is_child_of_agent(channel):
         process.die_with_parent()  # Slurm's SIGTERM ends a shell, and must not end this process with it
-    process.tell_stacks()
+    process.enable_stack_dumps()
     process.leave_sigterm_to_the_head()
     session = process.session_with_agent(channel)
     process.leave_sigterm_to_the_head(session.news.warn)

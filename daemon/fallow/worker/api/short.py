@@ -115,10 +115,10 @@ def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
     """Copies, and what is saved whole, are the script's own: of the plain class, and act by themselves."""
 
     def reduce(self: Any, protocol: Any) -> Any:
-        found = cls.__reduce_ex__(self, protocol)
-        if isinstance(found, tuple) and found[1] == (type(self),):
+        recipe = cls.__reduce_ex__(self, protocol)
+        if isinstance(recipe, tuple) and recipe[1] == (type(self),):
             # What object's own does in older protocols: it does not insist on the class that the object has.
-            return (copyreg._reconstructor, (cls, object, None), *found[2:])  # type: ignore[attr-defined]
-        return found
+            return (copyreg._reconstructor, (cls, object, None), *recipe[2:])  # type: ignore[attr-defined]
+        return recipe
 
     return reduce

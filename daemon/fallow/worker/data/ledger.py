@@ -14,19 +14,19 @@ from fallow.core.training.audit import Done, Fed, Gap, Record, Start
 from fallow.files import append_private, network_filesystem
 from fallow.model import Exit, FallowError
 
-KEPT_BYTES = 4 * 1024 * 1024
+MAX_BACKLOG_BYTES = 4 * 1024 * 1024
 """Records that are kept while the file cannot be written. What comes after them is lost, and the file says so later."""
 
 PATIENCE_S = 0.2
 """How long one step waits, once, for a file system that hangs."""
 
-LEAVING_S = 2.0
+LEAVE_PATIENCE_S = 2.0
 """How long a member that leaves waits for it: its node may be wanted."""
 
-LAST_S = 10.0
+FINISH_PATIENCE_S = 10.0
 """How long a member that has finished waits for it. What is not in the file then is unknown."""
 
-_OPENING_S = 5.0
+_OPEN_PATIENCE_S = 5.0
 _READ_BYTES = 1 << 16
 
 _Outcome = tuple[int, OSError | None]
@@ -61,7 +61,7 @@ class Ledger:
         "records, a line each, that are not known to be in the file; the beginning of the first one may be"
         self._first_step = 0
         "of the backlog's first record"
-        self._lost: Gap | None = None
+        self._gap: Gap | None = None
         "steps of records that did not fit in"
         self._hangs = False
         "the disk has not answered in time, and not caught up since: no step waits for it"
@@ -73,7 +73,7 @@ class Ledger:
         self._path = path
         self._file = _RecordFile(path, threaded=network_filesystem(path) is not None)
         self._file.append(b"")
-        outcome = self._file.outcome(time.monotonic() + _OPENING_S)
+        outcome = self._file.outcome(time.monotonic() + _OPEN_PATIENCE_S)
         self._hangs = outcome is None
         _, error = outcome or (0, None)
         if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -123,20 +123,20 @@ class Ledger:
         line = _encoder.encode(record) + b"\n"
         step = record.first_step if isinstance(record, Start | Gap) else record.step
         # A `Start` tells whose the steps after it are: it is always kept.
-        if len(self._backlog) + len(line) > KEPT_BYTES and not isinstance(record, Start):
-            first = step if self._lost is None else min(self._lost.first_step, step)
-            self._lost = Gap(first_step=first, last_step=step)
+        if len(self._backlog) + len(line) > MAX_BACKLOG_BYTES and not isinstance(record, Start):
+            first = step if self._gap is None else min(self._gap.first_step, step)
+            self._gap = Gap(first_step=first, last_step=step)
             return
         if not self._backlog:
             self._first_step = step
         self._backlog += line
 
-    def _settle(self, written: int, error: OSError | None) -> None:
+    def _settle(self, written_bytes: int, error: OSError | None) -> None:
         """Forget bytes that are in the file now. Once all are, a record of those that were lost follows."""
-        del self._backlog[:written]
-        if not self._backlog and self._lost is not None:
-            lost, self._lost = self._lost, None
-            self._keep(lost)
+        del self._backlog[:written_bytes]
+        if not self._backlog and self._gap is not None:
+            gap, self._gap = self._gap, None
+            self._keep(gap)
         if error is not None or not self._backlog:
             self._hangs = False
 
@@ -188,16 +188,16 @@ class _RecordFile:
         return outcome
 
     def _append(self, data: bytes) -> None:
-        written, error = 0, None
+        written_bytes, error = 0, None
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._descriptor = append_private(self._path)
-            while written < len(data):  # a disk that is all but full takes a part at a time
-                written += os.write(self._descriptor, data[written:])
+            while written_bytes < len(data):  # a disk that is all but full takes a part at a time
+                written_bytes += os.write(self._descriptor, data[written_bytes:])
         except OSError as caught:
             error = caught
-        self._outcome = written, error
+        self._outcome = written_bytes, error
 
 
 def read_ledger(path: Path) -> Iterator[Record]:
@@ -210,4 +210,4 @@ def read_ledger(path: Path) -> Iterator[Record]:
                 return  # the rest of the line may be written at this moment
 
 
-__all__ = ["LAST_S", "LEAVING_S", "Done", "Fed", "Gap", "Ledger", "Record", "Start", "read_ledger"]
+__all__ = ["FINISH_PATIENCE_S", "LEAVE_PATIENCE_S", "Done", "Fed", "Gap", "Ledger", "Record", "Start", "read_ledger"]

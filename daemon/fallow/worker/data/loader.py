@@ -27,9 +27,9 @@ from fallow.core.training.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.loader_processes import LoadedShard, Request, ShardDataset, set_epoch, start_loading
-from fallow.worker.data.source import Duties, Key, Reached, Source
+from fallow.worker.data.source import DataPosition, Duties, Key, Source
 
-_MOST, _MOST_PASSES = 10_000_000, 16
+_MAX_SAMPLES, _MAX_PASSES = 10_000_000, 16
 """A sampler of the script's own that gives more samples than this, more often each of the data set, and more than it
 says, has no end."""
 
@@ -130,7 +130,7 @@ class ElasticLoader(Source):
         # A later plan that wants these shards again has to load them again.
         self._loading.difference_update(dropped)
 
-    def example(self, members: Callable[[], Reached]) -> Any:
+    def example(self, members: Callable[[], DataPosition]) -> Any:
         """Return the first shard of all."""
         first = Key(0, 0, 0)
         self.replan(first, lambda shards: [0])
@@ -143,7 +143,7 @@ class ElasticLoader(Source):
             dataset = ShardDataset(self.dataset, source.collate_fn, self.seed, self.generators)
             if self.processes:
                 requests = self._requests()
-                self._arriving = start_loading(source, dataset, batch_sampler=requests, collate_fn=_unchanged)
+                self._arriving = start_loading(source, dataset, batch_sampler=requests, collate_fn=_identity)
             else:
                 self._arriving = map(dataset.__getitems__, self._requests())  # torch's own way costs 30 us more a batch
         while key not in self._ready:
@@ -192,7 +192,7 @@ class ElasticLoader(Source):
             return array("q", range(len(sampler)))
         of_sampler = getattr(sampler, "generator", None)
         generator = of_sampler if isinstance(of_sampler, torch.Generator) else torch.Generator(device="cpu")
-        with rng.kept([generator]), generator.device:
+        with rng.preserve_generators([generator]), generator.device:
             rng.seed_everything(seed)
             generator.manual_seed(seed)
             if isinstance(sampler, RandomSampler) and not sampler.replacement:
@@ -205,10 +205,10 @@ class ElasticLoader(Source):
     def _numbers(self, sampler: Iterable[Any]) -> "array[int]":
         """Read a sampler to its end."""
         kind = type(sampler)
-        size, told = _length(self.dataset), _length(sampler)
+        size, declared_length = _length(self.dataset), _length(sampler)
         most = sys.maxsize
         if not kind.__module__.startswith("torch."):
-            most = min(most, max(_MOST, _MOST_PASSES * size, told + 1))
+            most = min(most, max(_MAX_SAMPLES, _MAX_PASSES * size, declared_length + 1))
         numbers = array("q", map(operator.index, islice(sampler, most)))
         if len(numbers) == most:
             raise FallowError(
@@ -227,5 +227,5 @@ def _length(thing: Any) -> int:
         return 0
 
 
-def _unchanged(loaded: LoadedShard) -> LoadedShard:
+def _identity(loaded: LoadedShard) -> LoadedShard:
     return loaded

@@ -48,11 +48,11 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
         loading = iter(inner)
     # A garbage collection of an iterator in a reference cycle closes its queues first. The order to end would then
     # never reach the processes, and torch would wait 5 s for each. Queues that are kept alive stay open until then.
-    weakref.finalize(loading, _let_go, list(getattr(loading, "_index_queues", [])))
+    weakref.finalize(loading, _release_queues, list(getattr(loading, "_index_queues", [])))
     return loading
 
 
-def _let_go(queues: list[Any]) -> None:
+def _release_queues(queues: list[Any]) -> None:
     """The iterator ends its processes now, and `queues` end with it."""
 
 

@@ -41,7 +41,7 @@ def seed_everything(seed: int, own: Sequence[Any] = ()) -> None:
 
 
 @contextmanager
-def kept(own: Sequence[Any] = ()) -> Iterator[None]:
+def preserve_generators(own: Sequence[Any] = ()) -> Iterator[None]:
     """Put all generators that `seed_everything` seeds back afterwards; those of devices if they are in use."""
     numpy: Any = sys.modules.get("numpy")
     common = (random, torch.default_generator, *([numpy.random] if numpy else []))

@@ -16,7 +16,7 @@ class Key(NamedTuple):
     shard: int
 
 
-class Reached(NamedTuple):
+class DataPosition(NamedTuple):
     """How far the members are: epoch of the data, finished steps in that epoch."""
 
     epoch: int
@@ -79,19 +79,19 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def example(self, members: Callable[[], Reached]) -> Any:
+    def example(self, members: Callable[[], DataPosition]) -> Any:
         """Return a batch for the rehearsal. `members` tells where the others are by now, as far as is known."""
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Take note of what this member will fetch, in order, from `at` on."""
         return
 
-    def follow(self, members: Reached) -> bool:
+    def follow(self, members: DataPosition) -> bool:
         """Work usefully while this process waits to become a member. Returns True if there is more to do at once."""
         return False
 
 
-class Calls(Source):
+class FunctionSource(Source):
     """A function that makes a batch from random numbers, as nanoGPT's `get_batch` does, in the place of a loader.
 
     An endless source: one call of the function is one shard, which counts as one sample.
@@ -120,5 +120,5 @@ class Calls(Source):
     def fetch(self, key: Key) -> Any:
         return self._function()
 
-    def example(self, members: Callable[[], Reached]) -> Any:
+    def example(self, members: Callable[[], DataPosition]) -> Any:
         return self._function()

@@ -28,7 +28,7 @@ from fallow.core.training.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.loader_processes import set_epoch, start_loading
-from fallow.worker.data.source import Key, Reached, Source
+from fallow.worker.data.source import DataPosition, Key, Source
 
 _COMPARED_BYTES = 1024
 """Bytes of each tensor, array or text of a batch that go into its CRC."""
@@ -70,7 +70,7 @@ class StreamLoader(Source):
         Raises:
             FallowError: the stream has no such step.
         """
-        if self._skip(Reached(epoch, step)):
+        if self._skip(DataPosition(epoch, step)):
             # With drop_last another step comes only if it is a full one.
             full = self.shards if self.source.drop_last else 1
             while len(self._batches) < self.shards + full and self._read():
@@ -80,8 +80,8 @@ class StreamLoader(Source):
                 sizes = tuple(batch.samples for batch in batches)
                 last = len(self._batches) < self.shards + full
                 # The whole step is in each CRC: members whose streams differ are all told so.
-                known = array("q", [*sizes, last, *(batch.crc for batch in batches)]).tobytes()
-                crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
+                content = array("q", [*sizes, last, *(batch.crc for batch in batches)]).tobytes()
+                crcs = tuple(shard_crc(epoch, step, shard, content) for shard in range(len(sizes)))
                 return Cut(sizes, crcs, last)
         length = self._first_number + len(self._batches)
         if step:
@@ -102,10 +102,10 @@ class StreamLoader(Source):
         number = key.step * self.shards + key.shard - self._first_number
         batch = self._batches[number]
         # A body may change its batch, and the step may have to be done again.
-        self._batches[number] = batch._replace(data=copied(batch.data))
+        self._batches[number] = batch._replace(data=copy_batch(batch.data))
         return batch.data
 
-    def example(self, members: Callable[[], Reached]) -> Any:
+    def example(self, members: Callable[[], DataPosition]) -> Any:
         """Return the next batch at the members' place. They may advance while this member reads."""
         at = members()
         while self._skip(at) and at != (at := members()):
@@ -115,25 +115,25 @@ class StreamLoader(Source):
             self._open(at.epoch)
             if not self._read():
                 raise FallowError("the DataLoader's stream has no samples: check the dataset", Exit.DATA)
-        return copied(self._batches[0].data)
+        return copy_batch(self._batches[0].data)
 
-    def follow(self, members: Reached) -> bool:
+    def follow(self, members: DataPosition) -> bool:
         """Read past one step's batches, if the members have finished that step."""
         if self._epoch != members.epoch:
-            return self._skip(Reached(members.epoch, 0))
+            return self._skip(DataPosition(members.epoch, 0))
         if self._stream is None or self._first_number >= members.step * self.shards:
             return False
-        return self._skip(Reached(members.epoch, self._first_number // self.shards + 1))
+        return self._skip(DataPosition(members.epoch, self._first_number // self.shards + 1))
 
-    def _skip(self, to: Reached) -> bool:
+    def _skip(self, to: DataPosition) -> bool:
         """Read up to that step and drop the batches before it; return False if the stream ends before it."""
-        wanted = to.step * self.shards
-        if self._epoch != to.epoch or wanted < self._first_number:
+        target = to.step * self.shards
+        if self._epoch != to.epoch or target < self._first_number:
             self._open(to.epoch)
-        while self._first_number < wanted and (self._batches or self._read()):
+        while self._first_number < target and (self._batches or self._read()):
             self._batches.popleft()
             self._first_number += 1
-        return self._first_number == wanted
+        return self._first_number == target
 
     def _read(self) -> bool:
         if self._stream is None:
@@ -165,7 +165,7 @@ class StreamLoader(Source):
     @contextmanager
     def _seeded(self, batch: int) -> Iterator[None]:
         """Seed all random numbers of this process, and put the generators back afterwards."""
-        with rng.kept(self.generators):
+        with rng.preserve_generators(self.generators):
             rng.seed_everything(mix(self._seed, "stream", self._epoch, batch), self.generators)
             yield
 
@@ -198,16 +198,16 @@ def _beginning(leaf: Any) -> bytes:
         return type(leaf).__qualname__.encode()
 
 
-def copied(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """Return a copy of a batch, so that a body may change the batch itself.
 
     Raises:
         FallowError: something in it cannot be copied.
     """
-    return tree_map(_copied, batch)
+    return tree_map(_copy_leaf, batch)
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         # A copy in pageable memory would make copies to a device wait.
         return leaf.clone().pin_memory() if leaf.is_pinned() else leaf.clone()

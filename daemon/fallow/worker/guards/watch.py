@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.state import as_bytes, device_of, named_parameters
-from fallow.worker.transport.device import capturing, to_host
+from fallow.worker.transport.device import is_capturing, to_host
 
-_its_version = attrgetter("_version")
+_version_of = attrgetter("_version")
 
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
@@ -89,16 +89,18 @@ class Watch:
 
     def _check_prepared(self) -> None:
         """Refuse prepared objects that do not fit together, or that have changed since the first call."""
-        now = [parameter for module in self._prepared.modules for parameter in module.parameters()]
-        if self._known_parameters is not None and list(map(id, now)) != list(map(id, self._known_parameters)):
+        parameters = [parameter for module in self._prepared.modules for parameter in module.parameters()]
+        if self._known_parameters is not None and list(map(id, parameters)) != list(map(id, self._known_parameters)):
             raise FallowError(
                 "the prepared modules have other parameters than in the first run.updates loop: build the whole model "
                 "before run.prepare, members must agree on it",
                 Exit.DATA,
             )
-        inside = set(map(id, now))
-        held = [parameter for group in self._prepared.groups() for parameter in group["params"]]
-        strangers = sum(parameter.requires_grad and id(parameter) not in inside for parameter in held)
+        module_ids = set(map(id, parameters))
+        optimizer_parameters = [parameter for group in self._prepared.groups() for parameter in group["params"]]
+        strangers = sum(
+            parameter.requires_grad and id(parameter) not in module_ids for parameter in optimizer_parameters
+        )
         if strangers:
             raise FallowError(
                 f"a prepared optimizer holds {strangers} parameters that belong to no prepared module, so their "
@@ -114,7 +116,7 @@ class Watch:
                     "not prepared, so a member that joins would not have its state; write run.prepare(..., scheduler)",
                     Exit.DATA,
                 )
-        hooks = [hook for p in now for hook in (p._post_accumulate_grad_hooks or {}).values()]
+        hooks = [hook for p in parameters for hook in (p._post_accumulate_grad_hooks or {}).values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("fallow.worker.reduction") for hook in hooks):
             raise FallowError(
                 "a prepared parameter has a hook of register_post_accumulate_grad_hook, which would see a part of the "
@@ -122,11 +124,11 @@ class Watch:
                 "shard's gradient",
                 Exit.DATA,
             )
-        self._known_parameters = now
+        self._known_parameters = parameters
 
     def steering(self) -> list[Any]:
         """What an inner loop must leave alone: the sum of the weights' version counters, and the rates."""
-        return [sum(map(_its_version, self._weights)), *self.rates()]
+        return [sum(map(_version_of, self._weights)), *self.rates()]
 
     def start_weight_sample(self, step: int) -> torch.Tensor:
         """Copy a sample of one parameter, another one in each step, to the host: readable behind the step's wait."""
@@ -158,14 +160,14 @@ class Watch:
     def rates(self) -> list[Any]:
         """Sizes and plain options of all optimizers' groups. Each step asks several times, and groups may be many."""
         groups = self._prepared.groups()
-        found: list[Any] = [len(group["params"]) for group in groups]
+        options: list[Any] = [len(group["params"]) for group in groups]
         for value in chain.from_iterable(group.values() for group in groups):
             kind = type(value)
             if kind in _PLAIN or (kind is tuple and all(type(part) is float for part in value)):
-                found.append(value)
+                options.append(value)
             elif kind is not list and value is not None and _is_number(value):
-                found.append(value.item())
-        return found
+                options.append(value.item())
+        return options
 
 
 def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped: Callable[[Any], None]) -> None:
@@ -182,15 +184,16 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
     """
 
     def check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is known for known in prepared.optimizers):
+        if any(optimizer is candidate for candidate in prepared.optimizers):
             scaler = _calling_scaler()
-            if scaler is not None and not any(scaler is known for thing in prepared.others for known in _parts(thing)):
+            prepared_parts = (part for thing in prepared.others for part in _parts(thing))
+            if scaler is not None and not any(scaler is part for part in prepared_parts):
                 raise FallowError(
                     "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
                     "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
                     Exit.DATA,
                 )
-            if capturing(device_of(optimizer.param_groups[0]["params"][:1])):  # all parameters are on one device
+            if is_capturing(device_of(optimizer.param_groups[0]["params"][:1])):  # all parameters are on one device
                 raise FallowError(
                     "an optimizer's step inside of torch.cuda.graph: a replay would read the gradients of this step, "
                     "where later ones need not be: write the step outside of the graph (fused=True makes it short)",
@@ -198,8 +201,8 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
                 )
             may_step(optimizer)
             return
-        ours = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        prepared_ids = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
+        if any(id(parameter) in prepared_ids for group in optimizer.param_groups for parameter in group["params"]):
             raise FallowError(
                 f"{type(optimizer).__name__} trains a prepared module and was not prepared itself, so a member that "
                 "joins would not have its state; write run.prepare(model, optimizer, ...)",
@@ -207,7 +210,7 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
             )
 
     def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is known for known in prepared.optimizers):
+        if any(optimizer is candidate for candidate in prepared.optimizers):
             has_stepped(optimizer)
 
     register_optimizer_step_pre_hook(check_step)
@@ -227,9 +230,9 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
 
 def _parts(thing: Any) -> list[Any]:
     """A prepared object, and what it has in its attributes."""
-    inside = list(getattr(thing, "__dict__", {}).values())
-    inside += [item for value in inside if isinstance(value, list | tuple) for item in value]
-    return [thing, *inside]
+    attributes = list(getattr(thing, "__dict__", {}).values())
+    attributes += [item for value in attributes if isinstance(value, list | tuple) for item in value]
+    return [thing, *attributes]
 
 
 def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -69,13 +69,13 @@ class Opening(NamedTuple):
     ended: int
     "1: its script is over"
     standing: int
-    "what its state is worth, see `Standing`"
+    "what its state is worth, see `StateStatus`"
     sums_of: int
     "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
     concluded: int
     "generation + 1 in which the last operation was concluded; 0: there was none"
     whole: int
-    "1: state must be handed over while nobody computes, see `Standing`"
+    "1: state must be handed over while nobody computes, see `StateStatus`"
     since: int
     "generation in which it became a member"
     fingerprint: int

@@ -47,7 +47,7 @@ _LOOK_S = 0.2
 _STORE_LOOK_S = 1.0
 """A wait for the agents' store looks so often."""
 
-_LOST_S = 0.1
+_STORE_RETRY_S = 0.1
 """The member that has the store is gone: the head will say what comes next."""
 
 _PATIENCE_S = 300.0
@@ -62,7 +62,7 @@ _CONNECT_S = 10.0
 _MEETING = "at"
 """The gather of all members' addresses."""
 
-_DONE = b"done"
+_NO_ADDRESS = b"done"
 """In the place of an address: this member's script has ended, the others do without it."""
 
 _LAYOUT = "a script that torchrun restarts"
@@ -77,10 +77,10 @@ class Handler(RendezvousHandler):
     def __init__(self, session: Session) -> None:
         self.session = session
         self._shards = session.setup.max_workers * _SHARDS
-        self._taken: Upcoming | None = None
+        self._upcoming: Upcoming | None = None
         self._attempts = Attempts()
         self._scripts_store: Store | None = None
-        self._ended = False
+        self._script_has_ended = False
         "the script has ended well"
 
     def get_backend(self) -> str:
@@ -118,99 +118,99 @@ class Handler(RendezvousHandler):
         """
         session = self.session
         self._scripts_store = None
-        if self._taken is None:
+        if self._upcoming is None:
             shards = self._shards
             contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
             session.announce(contract)
         elif not session.orders.superseded:
-            self._begin_again("its script has failed")
+            self._restart_generation("its script has failed")
         while True:
-            taken = self._taken = self._await_generation()
-            info = self._meet(taken)
+            upcoming = self._upcoming = self._await_generation()
+            info = self._meet(upcoming)
             if info is not None:
                 return info
             if not session.orders.superseded:
-                self._begin_again(f"the members did not meet within {MEET_S:g} s")
+                self._restart_generation(f"the members did not meet within {MEET_S:g} s")
 
-    def _begin_again(self, reason: str) -> None:
+    def _restart_generation(self, reason: str) -> None:
         """Have the head begin another generation among the same members."""
-        assert self._taken is not None
+        assert self._upcoming is not None
         if self._attempts.spent(time.monotonic()):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
             self.session.say(fault=Fault(code=1, message=text, signature=reason))
             self._leave(1, text)
-        self.session.hold(self._taken.generation, reason)
+        self.session.hold(self._upcoming.generation, reason)
 
     def _await_generation(self) -> Upcoming:
         session = self.session
         try:
-            taken = session.await_commit(lambda: False)
+            upcoming = session.await_commit(lambda: False)
         except Dismissed as dismissed:
             self._leave(dismissed.code, dismissed.reason)
         except OthersEnded:
             self._leave(1, "the script failed here when others' scripts had ended well: none of them begins again")
         except FallowError as error:
             self._leave(int(error.code), error.message)
-        if taken.ranks is None:
-            session.leave(self._taken.generation if self._taken is not None else 0, taken.generation)
+        if upcoming.ranks is None:
+            session.leave(self._upcoming.generation if self._upcoming is not None else 0, upcoming.generation)
             self._leave(0, "")
-        self._attempts.began([*map(member_name, taken.ranks.nodes)], time.monotonic())
-        return taken
+        self._attempts.began([*map(member_name, upcoming.ranks.nodes)], time.monotonic())
+        return upcoming
 
     def _leave(self, code: int, reason: str) -> NoReturn:
         if code:
             sys.stderr.write(f"fallow: {reason}\n")
         raise SystemExit(code)
 
-    def _meet(self, taken: Upcoming) -> RendezvousInfo | None:
+    def _meet(self, upcoming: Upcoming) -> RendezvousInfo | None:
         """Wait for the others of a generation; None: they did not come, or another one is due."""
         session = self.session
-        assert taken.ranks is not None
-        rank = taken.ranks.rank
+        assert upcoming.ranks is not None
+        rank = upcoming.ranks.rank
         # Bound now and kept, so that nobody can take the port; it is needed if the store goes here.
         with listen(session.groups.address, session.groups.ports) as listening:
             port = listening.getsockname()[1]
-            addresses = self._exchange(taken, f"{session.groups.address} {port}".encode())
+            addresses = self._exchange(upcoming, f"{session.groups.address} {port}".encode())
             if addresses is None:
                 return None
             # A script may have ended just before its agent could hear of this generation: the others do without it.
-            ranks = [i for i, value in enumerate(addresses) if value != _DONE]
+            ranks = [i for i, value in enumerate(addresses) if value != _NO_ADDRESS]
             address, _, number = addresses[ranks[0]].decode().partition(" ")
             if ranks[0] == rank:
                 self._scripts_store = TCPStore(
                     address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
                 )
         try:
-            found = self._scripts_store or TCPStore(
+            tcp_store = self._scripts_store or TCPStore(
                 address, int(number), is_master=False, timeout=timedelta(seconds=_CONNECT_S)
             )
         except RuntimeError:
             return None  # the first one is gone
-        store = AgentStore(PrefixStore("agents", found), lambda: self._raise_if_over(taken), self._script_ended)
-        switch = Switch(generation=taken.generation, first_step=0)
-        session.say(generation=taken.generation, has_state=True, switch=switch)
+        store = AgentStore(PrefixStore("agents", tcp_store), lambda: self._raise_if_over(upcoming), self._script_ended)
+        switch = Switch(generation=upcoming.generation, first_step=0)
+        session.say(generation=upcoming.generation, has_state=True, switch=switch)
         return RendezvousInfo(store, ranks.index(rank), len(ranks), RendezvousStoreInfo(address, int(number)))
 
-    def _exchange(self, taken: Upcoming, own: bytes) -> Sequence[bytes] | None:
+    def _exchange(self, upcoming: Upcoming, own: bytes) -> Sequence[bytes] | None:
         """What all members have given, by rank; None: one did not, or another generation is due."""
-        gathers = taken.gathers
+        gathers = upcoming.gathers
         assert gathers is not None
         end = time.monotonic() + MEET_S
         try:
             gathers.give(_MEETING, own)
             while not self.session.orders.superseded and time.monotonic() < end:
-                told = gathers.parts(_MEETING, _LOOK_S)
-                if told is not None:
-                    return told
+                addresses = gathers.parts(_MEETING, _LOOK_S)
+                if addresses is not None:
+                    return addresses
         except RuntimeError:
             return None  # nothing comes of that generation
         return None
 
     def _script_ended(self) -> None:
         """Tell the head, which freezes the membership from here on."""
-        assert self._taken is not None
-        self._ended = True
-        self.session.say(finish=Finish(generation=self._taken.generation, steps=0, digest=""))
+        assert self._upcoming is not None
+        self._script_has_ended = True
+        self.session.say(finish=Finish(generation=self._upcoming.generation, steps=0, digest=""))
 
     def _raise_if_over(self, generation: Upcoming) -> None:
         """Called again and again in a wait.
@@ -219,12 +219,12 @@ class Handler(RendezvousHandler):
             DistStoreError: the generation is over.
         """
         session = self.session
-        if self._taken is generation and not session.orders.superseded:
+        if self._upcoming is generation and not session.orders.superseded:
             return
-        if self._ended and session.orders.switch_offered:
+        if self._script_has_ended and session.orders.switch_offered:
             following = self._await_generation().gathers
             assert following is not None
-            following.give(_MEETING, _DONE)
+            following.give(_MEETING, _NO_ADDRESS)
         raise DistStoreError("this generation is over")
 
 
@@ -284,7 +284,7 @@ class AgentStore(Store):
                 self._check()
             except RuntimeError:
                 self._check()
-                time.sleep(_LOST_S)
+                time.sleep(_STORE_RETRY_S)
         raise DistStoreError(f"{', '.join(keys)} did not come within {patience_s:g} s")
 
 
@@ -303,9 +303,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
                 Exit.USAGE,
             )
         # At SIGTERM the user's torchrun ends its scripts, which have sessions of their own. Ours die with us.
-        orphaned = signal.SIGKILL if RESTART in os.environ else signal.SIGTERM
+        orphan_signal = signal.SIGKILL if RESTART in os.environ else signal.SIGTERM
         channel = os.environ.pop("FALLOW_CHANNEL_FD", "-1")
-        session = process.session_with_agent(channel, grouped=False, orphaned=orphaned)
+        session = process.session_with_agent(channel, grouped=False, orphan_signal=orphan_signal)
         os.environ[RESTART] = "1"
         session.open()
     except FallowError as error:

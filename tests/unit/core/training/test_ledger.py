@@ -49,7 +49,7 @@ def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, threaded: b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", disk.write)
         patch.setattr(ledgers, "network_filesystem", lambda _: "nfs" if threaded else None)
-        patch.setattr(ledgers, "KEPT_BYTES", kept)
+        patch.setattr(ledgers, "MAX_BACKLOG_BYTES", kept)
         patch.setattr(ledgers, "PATIENCE_S", 60.0)
         ledger = Ledger(path, told.append)
         ledger.add(Start(generation=1, first_step=0))

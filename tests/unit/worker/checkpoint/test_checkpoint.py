@@ -16,7 +16,7 @@ import builders
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.model import FallowError
 from fallow.worker.checkpoint import writer
-from fallow.worker.checkpoint.manifest import PartInfo, complete_ones, read_manifest
+from fallow.worker.checkpoint.manifest import PartInfo, complete_checkpoints, read_manifest
 from fallow.worker.checkpoint.parts import PartSnapshot, take
 from fallow.worker.checkpoint.restore import load, load_newest
 from fallow.worker.checkpoint.writer import Writing
@@ -43,7 +43,7 @@ def state() -> dict[str, Any]:
     }
 
 
-ABOUT: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "written_at": 5.0}
+ABOUT: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "by_hand": False, "written_at": 5.0}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -89,7 +89,7 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
     (done,) = write(tmp_path, 7, world, modes=[["frozen model.0.weight"]] * world)
     assert isinstance(done, Checkpoint), "one member finishes, nobody complains"
     folder = Path(done.path)
-    assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
+    assert list(tmp_path.iterdir()) == [folder] == complete_checkpoints(tmp_path)
     assert folder.name == "g00000002-s000000000007"
     assert same(load(folder), state() | {"modes": ["frozen model.0.weight"], "extra": {}})
     manifest, digest = read_manifest(folder)
@@ -238,12 +238,12 @@ def test_a_damaged_one_is_passed_over_and_told_and_the_one_before_is_loaded(tmp_
     part = newest / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
     told: list[tuple[str, str]] = []
-    paths = [str(path) for path in reversed(complete_ones(tmp_path))]
+    paths = [str(path) for path in reversed(complete_checkpoints(tmp_path))]
     found = load_newest(paths, lambda path, why: told.append((path, why)), lambda: None)
     assert found["position"] == {"step": 7, "loss": 0.5}
     ((path, why),) = told
     assert path == str(newest) and "__0_0.distcp" in why
-    with pytest.raises(FallowError, match="no older one is left"):
+    with pytest.raises(FallowError, match="no older checkpoint is left"):
         load_newest(paths[:1], lambda *_: None, lambda: None)
     assert load_newest([], lambda *_: None, lambda: None) is None
 
@@ -269,7 +269,7 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
         patch.setattr(writer, "HURRY_S", 0.2)
         (failed,) = write(tmp_path, 7, 3, only={0})
     assert "rank" in failed.reason
-    assert "1 did not come" in failed.reason
+    assert "ranks 1" in failed.reason
     assert [path.name[-3:] for path in tmp_path.iterdir()] == ["006"], "the older one alone is left"
     # Without the first member nobody gives it up: the next complete one sweeps it away.
     assert write(tmp_path, 8, 3, only={1, 2}) == []

@@ -159,7 +159,7 @@ def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
 
 
 def test_a_sampler_without_an_end_and_one_that_gives_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_MOST", 500)
+    monkeypatch.setattr(loader_module, "_MAX_SAMPLES", 500)
     with pytest.raises(FallowError, match="sampler Own does not end: 500 samples for a data set of 24"):
         elastic(sampler=Own(lambda epoch: itertools.cycle(range(24))))
     assert len(elastic(sampler=Own(lambda epoch: [*range(20)] * 24))) == 60
@@ -249,7 +249,7 @@ class Ahead:
         ahead = deque(next(self.feed) for _ in range(self.depth))
         for _ in range(500):
             ahead.append(next(self.feed))
-            with rng.kept():
+            with rng.preserve_generators():
                 batch = self.collate(self.dataset.__getitems__(ahead.popleft()))
             yield batch
         raise AssertionError("a batch that is wanted does not come")
@@ -325,7 +325,7 @@ def test_a_seed_fixes_all_generators_each_gives_other_numbers_and_they_are_put_b
     assert all(rng.is_generator(generator) for generator in own)
     assert not rng.is_generator(random.SystemRandom())
     rng.seed_everything(1, own)
-    with contextlib.suppress(ZeroDivisionError), rng.kept(own):
+    with contextlib.suppress(ZeroDivisionError), rng.preserve_generators(own):
         rng.seed_everything(2, own)
         raise ZeroDivisionError
     assert [*drawn(), *map(draw, own)] == found[0]
@@ -357,7 +357,7 @@ def test_generators_of_an_accelerator_other_than_cudas_are_put_back(monkeypatch:
     accelerator = Accelerator()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda kind=None: torch.cuda if kind == "cuda" else accelerator)
-    with rng.kept():
+    with rng.preserve_generators():
         rng.seed_everything(3)
         assert accelerator.states == [3, 3]
     assert accelerator.states == [1, 2]

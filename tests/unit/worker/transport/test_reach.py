@@ -97,7 +97,7 @@ def test_one_that_exchanges_data_in_another_version_is_named_at_once(
     for lost in meet(store, [1, 2], 3, 240.0).values():
         assert list(lost) == [0]
         assert lost[0].startswith(card.endpoint)
-        assert f"in version {stream.VERSION}, the other in {card.version};" in lost[0]
+        assert f"versions {stream.VERSION} and {card.version} of" in lost[0]
         assert "one version of Fallow on all nodes" in lost[0]
     assert time.monotonic() - began < 120
     mute.setblocking(False)

@@ -64,7 +64,7 @@ def test_only_the_answer_to_a_part_is_its_answer_and_nobody_waits_for_a_generati
         waiting = [pool.submit(gathers.parts, "late", 2 * LONG_S), pool.submit(gathers.missing, "late")]
         gathers.close()
         for one in (*waiting, pool.submit(gathers.give, "more", b"mine")):
-            with pytest.raises(RuntimeError, match="generation 3 was given up"):
+            with pytest.raises(RuntimeError, match="generation 3 was cancelled"):
                 one.result(LONG_S)
 
 
