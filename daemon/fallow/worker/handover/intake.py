@@ -207,10 +207,10 @@ class Intake:
         """
         self._wait_for(lambda: self.is_complete)
 
-    def _wait_for(self, is_here: Callable[[], bool]) -> None:
+    def _wait_for(self, has_arrived: Callable[[], bool]) -> None:
         with self._group.waits(), self._changed:
-            self._changed.wait_for(lambda: is_here() or self._error is not None)
-        if not is_here():
+            self._changed.wait_for(lambda: has_arrived() or self._error is not None)
+        if not has_arrived():
             self._end_threads()
             assert self._error is not None
             raise self._error

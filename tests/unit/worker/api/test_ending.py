@@ -85,7 +85,7 @@ session_with_agent(sys.argv[1]).open()
 
 def test_a_launcher_between_the_agent_and_the_script_is_named_as_what_may_be_wrong() -> None:
     """torchrun closes what its workers inherit."""
-    with pytest.raises(FallowError, match="If torchrun or the like stands between"):
+    with pytest.raises(FallowError, match="without torchrun or another launcher"):
         session_with_agent("999")
 
 
