@@ -163,7 +163,7 @@ def test_a_newcomers_state_does_not_wait_for_its_rehearsal(member: Member, rule:
             script.train(2)
             hand_over(group, script, donors=[0])
             script.backward()
-            if script.standing.settle():
+            if script.state_status.settle():
                 script.step()
             torch.accelerator.synchronize()
 

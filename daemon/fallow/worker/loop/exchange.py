@@ -68,8 +68,8 @@ class Opening(NamedTuple):
     "1: inside of an update, behind the place where newcomers begin it"
     ended: int
     "1: its script is over"
-    standing: int
-    "what its state is worth, see `StateStatus`"
+    state_status: int
+    "`StateStatus.value` of the member"
     sums_of: int
     "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
     concluded: int

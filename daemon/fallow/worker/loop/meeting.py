@@ -87,7 +87,7 @@ class Meeting:
             step=place.position.step,
             mid_update=mid_update,
             ended=ended,
-            standing=state_status.value,
+            state_status=state_status.value,
             sums_of=sums_of,
             concluded=place.position.concluded,
             whole=state_status.weights_in_pause,
@@ -220,7 +220,7 @@ class Meeting:
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
-        able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
+        able = [rank for rank, one in enumerate(openings) if usable or one.state_status != TORN]
         state_status.weights_in_pause = any(one.whole for one in openings)
         roles = Roles(
             donors=donors,
@@ -260,7 +260,7 @@ class Meeting:
                     "the run goes on from its newest checkpoint",
                     Exit.TEMPFAIL,
                 )
-            return [next(rank for rank, one in enumerate(openings) if one.standing == FRESH)], []
+            return [next(rank for rank, one in enumerate(openings) if one.state_status == FRESH)], []
         most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
         if len(most) <= len(others) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
