@@ -225,7 +225,14 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
             torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: ((room != "none") << 30, 1 << 30)
         )
         tree, prepared = export_state(script.prepared, {"step": 2}), script.prepared
-        about: dict[str, Any] = {"generation": 1, "step": 2, "epoch": 0, "modes": [], "by_hand": False, "written_at": 0.0}
+        about: dict[str, Any] = {
+            "generation": 1,
+            "step": 2,
+            "epoch": 0,
+            "modes": [],
+            "by_hand": False,
+            "written_at": 0.0,
+        }
         extra = read_extra(prepared.modules)
         with pytest.MonkeyPatch.context() as limit:
             if room == "less than it says":  # as `torch.cuda.set_per_process_memory_fraction` sets one

@@ -91,7 +91,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
     assert 300 < path.stat().st_size < 600
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2
-    assert "cannot be written (No space left on device); the training goes on" in warned[0]
+    assert "cannot be written (No space left on device). The training continues" in warned[0]
     report = audit(records, {1: 0}, steps=60, per_step=4)
     assert (report.consumed, report.unknown, report.lost) == (4 * len(kept), 4 * (50 - len(kept)), 40)
 

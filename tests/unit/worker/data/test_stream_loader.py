@@ -99,7 +99,7 @@ def test_a_copied_batch_shares_nothing_that_a_body_may_change() -> None:
     assert (batch["x"].tolist(), batch["y"][0].tolist(), batch["z"].values) == ([0, 0], [0, 0], [0])
     assert (other["x"].tolist(), other["y"][0].tolist(), other["z"].values) == ([1, 1], [1, 1], [1])
     assert other["y"][1:] == ["text", None]
-    with pytest.raises(FallowError, match="a batch holds a generator, which cannot be copied"):
+    with pytest.raises(FallowError, match="a batch contains a generator, which cannot be copied"):
         copy_batch(number for number in range(2))
 
 

@@ -105,11 +105,17 @@ def test_one_that_exchanges_data_in_another_version_is_named_at_once(
         mute.accept()
 
 
+FIRST_NAMES = {"state_status": "standing"}
+"""Fields of tuples, which travel by position -> their names when the sum of their form was written."""
+
+
 def form() -> str:
     """What members exchange, as far as types and layouts tell it."""
     structs = (Part, Outcome, Sums, Outline, TensorSpec, Position)
-    told = [[(field.name, str(field.type)) for field in msgspec.structs.fields(kind)] for kind in structs]
-    tuples = [list(Opening.__annotations__.items()), list(Call.__annotations__.items())]
+    told = [[(field.encode_name, str(field.type)) for field in msgspec.structs.fields(kind)] for kind in structs]
+    tuples = [
+        [(FIRST_NAMES.get(name, name), kind) for name, kind in one.__annotations__.items()] for one in (Opening, Call)
+    ]
     frames = [frame.format for frame in (stream._HELLO, exchange._FORM, supply.ASK, supply.HEAD)]
     text = re.sub(r"<class '([^']*)'>", r"\1", repr([told, tuples, frames, len(supply.PARTS), pieces.CHUNK]))
     return re.sub(r"fallow\.[\w.]*\.", "", text)  # its module may be another one
