@@ -120,8 +120,8 @@ def test_parts_that_nobody_puts_together_do_not_pile_up(tmp_path: Path) -> None:
     for step in (10, 12, 14, 16):
         member.save(step)
         member.saver.finish()
-    left = sorted(path.name[-6:] for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["14.tmp", "16.tmp"]
+    folders = sorted(path.name[-6:] for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["14.tmp", "16.tmp"]
 
 
 def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.Event) -> None:
@@ -141,15 +141,15 @@ def test_a_checkpoint_of_which_the_index_alone_is_missing_when_the_node_goes_awa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float
 ) -> None:
     """Nor is the index waited for until the head gives up who has not left: its import may take that long."""
-    indexing, gone = threading.Event(), threading.Event()
-    monkeypatch.setattr(writing, "write_index", lambda *_: (indexing.set(), gone.wait(120)))
+    indexing, node_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(writing, "write_index", lambda *_: (indexing.set(), node_end.wait(120)))
     member = Member(tmp_path, 0, 1, every_s=0.0)
     member.save(4)
     assert indexing.wait(120)
     member.session.hear(ends_in_s=left_s)
     began = time.monotonic()
     member.saver.finish()
-    gone.set()
+    node_end.set()
     assert time.monotonic() - began < 5.0
     assert ([saved.step for saved in member.session.written], member.session.unsaved) == ([4], [])
 

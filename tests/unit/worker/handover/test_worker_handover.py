@@ -138,8 +138,12 @@ def agreed(members: Sequence[Member], *, modes: Sequence[str] = KINDS) -> Roles:
     most = max((members[rank].step for rank in holders), default=0)
     donors = [rank for rank in holders if members[rank].step == most] or [0]
     receivers = [rank for rank in range(len(members)) if rank not in donors]
-    whole = not holders or any(member.state_status.weights_in_pause for member in members) or len(holders) > len(donors)
-    return Roles(donors=donors, receivers=receivers, has_begun=bool(holders), weights_in_pause=whole, modes=modes)
+    weights_in_pause = (
+        not holders or any(member.state_status.weights_in_pause for member in members) or len(holders) > len(donors)
+    )
+    return Roles(
+        donors=donors, receivers=receivers, has_begun=bool(holders), weights_in_pause=weights_in_pause, modes=modes
+    )
 
 
 def meet(group: Group, member: Member, roles: Roles, fingerprint: int) -> intake.Intake | None:
@@ -154,7 +158,7 @@ def meet(group: Group, member: Member, roles: Roles, fingerprint: int) -> intake
 
 
 def all_meet(
-    ours: Sequence[Group], members: Sequence[Member], roles: Roles | None = None
+    groups: Sequence[Group], members: Sequence[Member], roles: Roles | None = None
 ) -> list[intake.Intake | Exception | None]:
     """A switch that may fail; what became of it on each member."""
     roles = roles or agreed(members)
@@ -162,29 +166,29 @@ def all_meet(
 
     def one(group: Group, member: Member) -> intake.Intake | Exception | None:
         try:
-            got = meet(group, member, roles, fingerprint)
+            result = meet(group, member, roles, fingerprint)
             if not member.state_status.settle():
                 raise Interrupted(group.broken)
         except (FallowError, Interrupted) as error:
-            for each in ours:  # as the head would: a donor that was not asked for anything yet sees nothing of it
+            for each in groups:  # as the head would: a donor that was not asked for anything yet sees nothing of it
                 each.interrupt(str(error))
             return error
-        return got
+        return result
 
     with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(one, ours, members))
+        return list(pool.map(one, groups, members))
 
 
 def change(members: Sequence[Member], roles: Roles | None = None) -> list[intake.Intake]:
     """One whole change of generation; the state is complete on all afterwards. What was received, by rank."""
-    ours = build_world(len(members))
-    done = all_meet(ours, members, roles)
-    for one in done:
+    groups = build_world(len(members))
+    results = all_meet(groups, members, roles)
+    for one in results:
         if isinstance(one, Exception):
             raise one
-    for group in ours:
+    for group in groups:
         group.destroy()
-    return done  # type: ignore[return-value]
+    return results  # type: ignore[return-value]
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -203,14 +207,14 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 def test_a_newcomer_trains_on_bit_for_bit_like_the_member_it_met(name: str, steps: int) -> None:
     old, new = trained(steps, name), Member(2, OPTIMIZERS[name])
     counts = new.counts
-    taken = change([old, new])[1]
+    new_intake = change([old, new])[1]
     equal(old, new)
     assert new.state_status.has_state
     assert counts is new.counts, "a dict is replaced in place"
-    assert LARGE_WEIGHTS < taken.bytes_in_pause < 2 * LARGE_WEIGHTS, "only the average's are that large"
-    held = LARGE_WEIGHTS - (9000 * 8 * 4 if name == "lbfgs" else 0)
-    assert taken.bytes_behind >= held
-    assert (taken.bytes_behind > held) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
+    assert LARGE_WEIGHTS < new_intake.bytes_in_pause < 2 * LARGE_WEIGHTS, "only the average's are that large"
+    late_bytes = LARGE_WEIGHTS - (9000 * 8 * 4 if name == "lbfgs" else 0)
+    assert new_intake.bytes_behind >= late_bytes
+    assert (new_intake.bytes_behind > late_bytes) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
     for member in (old, new):
         member.train(3)
     equal(old, new)
@@ -271,9 +275,9 @@ def test_from_a_checkpoint_all_have_frozen_what_was_frozen_when_it_was_written(k
         equal(writer, member)
     after = writer.prepared.modes.export()
     for member, own in zip(members, before, strict=True):
-        wanted = [line for line in after if line.startswith(tuple(kept))]
-        wanted += [line for line in own if not line.startswith(tuple(kept))]
-        assert sorted(member.prepared.modes.export()) == sorted(wanted)
+        expected_modes = [line for line in after if line.startswith(tuple(kept))]
+        expected_modes += [line for line in own if not line.startswith(tuple(kept))]
+        assert sorted(member.prepared.modes.export()) == sorted(expected_modes)
 
 
 def test_donors_with_different_optimizer_state_are_found_out() -> None:
@@ -288,14 +292,14 @@ def test_donors_with_different_optimizer_state_are_found_out() -> None:
 def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
     """The newcomer dies before its first question: no line is there whose end would tell."""
     old, new = trained(0), Member(2, OPTIMIZERS["adamw"])
-    ours = build_world(2)
+    groups = build_world(2)
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(meet, ours[0], old, agreed([old, new]), 0)
+        run = pool.submit(meet, groups[0], old, agreed([old, new]), 0)
         deadline = time.monotonic() + DEADLINE_S
-        while old.state_status.supply is None or not ours[0].waiting:
+        while old.state_status.supply is None or not groups[0].waiting:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        ours[0].interrupt("the newcomer is gone")
+        groups[0].interrupt("the newcomer is gone")
         with pytest.raises(Interrupted, match="the newcomer is gone"):
             run.result(DEADLINE_S)
     assert old.state_status.has_state
@@ -307,11 +311,11 @@ def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(
 ) -> None:
     """The same where it is the newcomer that waits no longer."""
     old, new = trained(2), Member(2, OPTIMIZERS["adamw"])
-    members, ours, is_broken, sent = [old, new], build_world(2), threading.Event(), Counter[socket.socket]()
+    members, groups, is_broken, part_of = [old, new], build_world(2), threading.Event(), Counter[socket.socket]()
     real = pieces.send_piece
 
     def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, count: int) -> None:
-        part, sent[line] = sent[line], sent[line] + 1
+        part, part_of[line] = part_of[line], part_of[line] + 1
         if part == supply.LATE_PART:
             assert is_broken.wait(DEADLINE_S)
         real(line, memory, number, count)
@@ -319,13 +323,13 @@ def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(
     monkeypatch.setattr(supply, "send_piece", send)
     roles, fingerprint = agreed(members), state_sum(old.prepared.weights())
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda group, member: meet(group, member, roles, fingerprint), ours, members))
+        list(pool.map(lambda group, member: meet(group, member, roles, fingerprint), groups, members))
     assert all(map(torch.equal, old.model.parameters(), new.model.parameters())), "forward and backward may run"
     if is_given_up:
         new.state_status.give_up()
-        assert ours[1].broken, "what comes later would be written into the next state"
+        assert groups[1].broken, "what comes later would be written into the next state"
     else:
-        ours[1].interrupt("on purpose")
+        groups[1].interrupt("on purpose")
     is_broken.set()
     assert [member.state_status.settle() for member in members] == [False, is_given_up]
     assert [member.state_status.value for member in members] == [HOLDS, TORN]
@@ -337,22 +341,22 @@ def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(
 
 def spoil_once(monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
     """The outline (None), or a part, of the first donor arrives damaged."""
-    left, taken = [what], Counter[socket.socket]()
+    targets, part_of = [what], Counter[socket.socket]()
 
     def receive(line: socket.socket, size: int) -> bytes:
         data = stream.receive(line, size)
-        if left != [None] or size <= supply.HEAD.size:
+        if targets != [None] or size <= supply.HEAD.size:
             return data
-        left.clear()
+        targets.clear()
         return data[:-1] + bytes([data[-1] ^ 1])
 
     def receive_piece(line: socket.socket, memory: Any, number: int, *how: Any) -> int:
-        part, taken[line] = taken[line], taken[line] + 1
-        got = pieces.receive_piece(line, memory, number, *how)
-        if (number, left) == (0, [part]):
-            left.clear()
+        part, part_of[line] = part_of[line], part_of[line] + 1
+        size = pieces.receive_piece(line, memory, number, *how)
+        if (number, targets) == (0, [part]):
+            targets.clear()
             raise pieces.Damaged
-        return got
+        return size
 
     monkeypatch.setattr(intake, "receive", receive)
     monkeypatch.setattr(intake, "receive_piece", receive_piece)
