@@ -156,7 +156,7 @@ class World:
             checkpoints=tuple(one.path for one in self.checkpoints[-1:]) if plan.rollback else (),
         )
         if planned.leave:
-            return Upcoming(planned, is_built=True, committed=True)
+            return Upcoming(planned, is_built=True, is_committed=True)
         with self._changed:
             self._arrived.setdefault(number, {})[session.worker] = session
             self._break_others(number - 1, session.worker)
@@ -178,7 +178,7 @@ class World:
             plan.ranks(session.worker),
             group=session.group,
             is_built=True,
-            committed=True,
+            is_committed=True,
             state_since=state_since,
         )
 
@@ -254,7 +254,7 @@ class World:
         assert run is not None
         try:
             found[name] = script(run)
-            run._finished()
+            run._finish()
         except (Killed, Released, Stranger, OthersEnded) as end:
             found[name] = end
         except BaseException as error:

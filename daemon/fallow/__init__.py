@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 if "FALLOW_WORKER" in os.environ:
     # Here rather than in `init`: many a script makes its optimizer first.
-    from fallow.worker.api.lazy_imports import put_off_compiler
+    from fallow.worker.api.lazy_imports import defer_compiler_import
 
-    put_off_compiler()
+    defer_compiler_import()
 
 __all__ = ["Released", "Run", "__version__", "init"]
 

@@ -230,7 +230,7 @@ def test_a_newcomers_state_does_not_wait_for_its_rehearsal(member: Member, rule:
             script.train(2)
             hand_over(group, script, donors=[0])
             script.backward()
-            if script.standing.settle():
+            if script.state_status.settle():
                 script.step()
             torch.accelerator.synchronize()
 
@@ -275,7 +275,7 @@ def test_a_device_that_does_not_end_what_was_aborted_ends_this_member(member: Me
             group.interrupt("over")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(group_module, "_DRAIN_S", 0.1)
-                with pytest.raises(FallowError, match="fake:0 has not ended the aborted collectives of generation 1"):
+                with pytest.raises(FallowError, match="fake:0 did not end the aborted collectives of generation 1"):
                     group.retire()
             stubborn.ignores_abort = False
             stubborn.abort()

@@ -14,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import world
 
-from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.api.lazy_imports import defer_compiler_import
 from fallow.worker.api.run import Run
-from fallow.worker.data.source import Calls
+from fallow.worker.data.source import FunctionSource
 
 STEPS, ODD = 8, 3
 """Steps of a case, and the one in which something is odd."""
@@ -176,7 +176,7 @@ class Script:
             scaler.step(self.optimizer)
 
     def short(self) -> None:
-        for batch in self.run.steps(Calls(self.batch, 4), max_steps=STEPS):
+        for batch in self.run.steps(FunctionSource(self.batch, 4), max_steps=STEPS):
             if self.case == "short, without a backward":
                 continue
             if self.case == "short, step in front":
@@ -244,7 +244,7 @@ def play(run: Run, case: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    put_off_compiler()  # as `import fallow` does in a worker
+    defer_compiler_import()  # as `import fallow` does in a worker
     for case in WHOLE:
         print(json.dumps([case, world(2, lambda run: play(run, case))]), flush=True)  # noqa: B023
 

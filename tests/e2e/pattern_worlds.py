@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worlds import world
 
 from fallow.core.training.shards import Division, mix
-from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.api.lazy_imports import defer_compiler_import
 from fallow.worker.api.run import Run
 from fallow.worker.data import rng
 from fallow.worker.data.loader import ElasticLoader
@@ -158,7 +158,7 @@ def difference(ours: Result, wanted: Result) -> float:
 def main() -> None:
     """Compare."""
     torch.set_num_threads(1)
-    put_off_compiler()  # as `import fallow` does in a worker
+    defer_compiler_import()  # as `import fallow` does in a worker
     # Shares follow the noise of a machine, and with them the order in which a sum is rounded. Here they are uneven.
     Division.revised = lambda _, __, paces, step: Division(tuple(range(1, 1 + len(paces))), 0)  # type: ignore
     vars(buckets).update(_FIRST_BYTES=700, BUCKET_BYTES=700)  # several of them

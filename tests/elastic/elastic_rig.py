@@ -35,7 +35,7 @@ from fallow.model import (
     Snapshot,
 )
 from fallow.store.client import Store
-from fallow.worker.checkpoint.manifest import complete_ones
+from fallow.worker.checkpoint.manifest import complete_checkpoints
 from history import check_history
 from nursery_client import NurseryClient
 from waiting import gone, until
@@ -362,7 +362,7 @@ class Elastic:
 
     def saved(self) -> set[int]:
         """Steps of the complete checkpoints on disk."""
-        return {int(path.name.rpartition("-s")[2]) for path in complete_ones(self.folder / "checkpoints")}
+        return {int(path.name.rpartition("-s")[2]) for path in complete_checkpoints(self.folder / "checkpoints")}
 
     async def saves(self) -> None:
         """Wait until a further checkpoint is complete."""

@@ -40,7 +40,7 @@ import fallow.agent.process
 import fallow.head.main
 import fallow.worker.api.run
 from fallow.agent.__main__ import main as agent_main
-from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.api.lazy_imports import defer_compiler_import
 
 sys.path.append(str(Path(__file__).parents[1]))
 import network
@@ -245,7 +245,7 @@ if __name__ == "__main__":
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     torch.set_num_threads(1)
-    put_off_compiler()  # as `import fallow` does in a worker
+    defer_compiler_import()  # as `import fallow` does in a worker
     importlib.import_module("torch.distributed.checkpoint")  # the first save does so: once, not in every worker
     gc.freeze()  # a collection in a fork would copy all pages
     if os.getppid() == parent:

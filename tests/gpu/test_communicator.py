@@ -24,7 +24,7 @@ ROOM = 64 << 20
 """Bytes by which free memory may differ for other reasons; a communicator of NCCL takes more."""
 
 
-def alone(dropped: Any = devices.never, *, size: int = 1, timeout_s: float = PATIENCE_S) -> Any:
+def alone(dropped: Any = devices.never_stop, *, size: int = 1, timeout_s: float = PATIENCE_S) -> Any:
     """A communicator of this process; with a larger size the others never come."""
     return communicators.connect(DEVICE.here(), None, HashStore(), 0, size, timeout_s, dropped)
 
@@ -104,9 +104,9 @@ def test_an_abort_while_a_collective_waits_ends_it_and_the_device_goes_on() -> N
 
 def others_do_not_come() -> None:
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="had not all members within 0 s"):
+    with pytest.raises(RuntimeError, match="not all members joined"):
         alone(size=2, timeout_s=0.4)
-    with pytest.raises(RuntimeError, match="the generation was given up"):
+    with pytest.raises(RuntimeError, match="the generation was cancelled"):
         alone(lambda: time.monotonic() > began + 0.8, size=2)
     assert time.monotonic() - began < PATIENCE_S / 2
     following = alone()

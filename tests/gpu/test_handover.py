@@ -16,7 +16,7 @@ from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover import pieces, supply
 from fallow.worker.handover.snapshot import Snapshot, export_state, load_from_host
-from fallow.worker.handover.transfer import HOLDS, Roles, Standing, transfer
+from fallow.worker.handover.transfer import HOLDS, Roles, StateStatus, transfer
 from fallow.worker.prepared import checksum, state
 from fallow.worker.prepared.modes import KINDS, read_extra
 from fallow.worker.prepared.objects import Prepared
@@ -49,7 +49,7 @@ class Script:
         self.prepared = Prepared()
         for thing in (self.model, self.optimizer, self.schedule, self.values):
             self.prepared.add(thing)
-        self.standing = Standing()
+        self.state_status = StateStatus()
 
     def backward(self) -> None:
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(self.values["seen"]))
@@ -104,14 +104,14 @@ def pinned_bytes() -> Iterator[list[int]]:
 
 def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any] | None:
     receivers = [rank for rank in range(group.size) if rank not in donors]
-    roles = Roles(donors=donors, receivers=receivers, begun=True, whole=False, modes=KINDS)
+    roles = Roles(donors=donors, receivers=receivers, has_begun=True, weights_in_pause=False, modes=KINDS)
     own = b""
     if group.rank in donors:
         own = checksum.fingerprint(script.prepared.weights()).to_bytes(8, "little")
     fingerprint = int.from_bytes(group.gather(own)[donors[0]], "little")
     if group.rank not in donors:
         script.train(1)  # a rehearsal: the device is still busy with it when the state arrives
-    return transfer(group, script.prepared, script.standing, roles, lambda: {"step": 2}, fingerprint=fingerprint)
+    return transfer(group, script.prepared, script.state_status, roles, lambda: {"step": 2}, fingerprint=fingerprint)
 
 
 @contextmanager
@@ -130,13 +130,13 @@ def test_a_newcomer_trains_on_bit_for_bit_and_nobody_waits_for_the_device_unaske
     script = Script(member.rank)
     if member.rank == 0:
         script.train(2)
-        script.standing.value = HOLDS
+        script.state_status.value = HOLDS
     with connected(member) as group:
         with DEVICE.hidden_syncs_raise(), pinned_bytes() as peak:
             plain = hand_over(group, script, [0])
             assert plain == (None if member.rank == 0 else {"step": 2})
             script.backward()  # the late part is on its way
-            assert script.standing.settle()
+            assert script.state_status.settle()
             script.step()
         assert 0 < peak[0] <= RING_BYTES + SUMS_BYTES + BATCH_BYTES
         script.train(2)
@@ -144,7 +144,7 @@ def test_a_newcomer_trains_on_bit_for_bit_and_nobody_waits_for_the_device_unaske
         one, other = group.gather(repr(seen).encode())
         assert one == other
         if member.rank == 1:
-            latest = script.standing.latest
+            latest = script.state_status.latest
             assert latest.bytes_behind > 3 * 2 * 9000 * 8 * 4, "weights and optimizer"
             assert script.model[5].weight.stride() == script.optimizer.state[script.model[5].weight]["exp_avg"].stride()
 
@@ -155,12 +155,12 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
     script = Script(member.rank)
     if member.rank == 0:
         script.train(2)
-        script.standing.value = HOLDS
+        script.state_status.value = HOLDS
     with connected(member) as group:
         gate, plain = threading.Event(), pieces.send_piece
 
         def send(line: Any, memory: Any, number: int, count: int) -> None:
-            if memory is not supply_of(script)[supply.EARLY]:
+            if memory is not supply_of(script)[supply.EARLY_PART]:
                 assert gate.wait(DEADLINE_S)
             plain(line, memory, number, count)
 
@@ -175,17 +175,17 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
                         for _ in range(32):  # torch has no more of them
                             torch.Stream(device=DEVICE.here(), priority=priority).wait_stream(main)
                     gate.set()
-                    assert script.standing.settle()
+                    assert script.state_status.settle()
             else:
-                assert script.standing.settle()
+                assert script.state_status.settle()
         torch.accelerator.synchronize()
         assert len(set(group.gather(checksum.fingerprint(script.model.parameters()).to_bytes(8, "little")))) == 1
 
 
 def supply_of(script: Script) -> list[Any]:
-    while script.standing.supply is None:
+    while script.state_status.supply is None:
         pass
-    return script.standing.supply._memory
+    return script.state_status.supply._memory
 
 
 @on_device
@@ -225,7 +225,14 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
             torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: ((room != "none") << 30, 1 << 30)
         )
         tree, prepared = export_state(script.prepared, {"step": 2}), script.prepared
-        about: dict[str, Any] = {"generation": 1, "step": 2, "epoch": 0, "modes": [], "asked": False, "written_at": 0.0}
+        about: dict[str, Any] = {
+            "generation": 1,
+            "step": 2,
+            "epoch": 0,
+            "modes": [],
+            "by_hand": False,
+            "written_at": 0.0,
+        }
         extra = read_extra(prepared.modules)
         with pytest.MonkeyPatch.context() as limit:
             if room == "less than it says":  # as `torch.cuda.set_per_process_memory_fraction` sets one
@@ -255,9 +262,9 @@ def test_members_that_came_apart_are_brought_together(member: Member) -> None:
         parameter.data += 1e-7 * member.rank
     wanted = script.seen()
     with shared_device(), connected(member, DEVICE.here()) as group:
-        script.standing.value = HOLDS
+        script.state_status.value = HOLDS
         hand_over(group, script, [0])
-        assert script.standing.settle()
+        assert script.state_status.settle()
         one, other = group.gather(repr(script.seen()).encode())
         assert one == other
         if member.rank == 0:

@@ -125,7 +125,7 @@ def test_beats_tell_whether_the_device_computes_though_the_training_thread_tells
 
 @on_device
 def test_a_device_that_does_not_tell_is_reported_once_and_looked_at_again() -> None:
-    idle, said, fails = devices.idle, io.StringIO(), [True] * 3
+    idle, said, fails = devices.is_idle, io.StringIO(), [True] * 3
 
     def silent(device: torch.device) -> bool:
         if fails:
@@ -140,9 +140,9 @@ def test_a_device_that_does_not_tell_is_reported_once_and_looked_at_again() -> N
         DEVICE.held(torch.accelerator.current_stream()),
     ):
         torch.ones(8, device=DEVICE.here()).add_(1)
-        patch.setattr(devices, "idle", silent)
+        patch.setattr(devices, "is_idle", silent)
         agent.until(lambda status: not fails and status.computes)
-    assert said.getvalue().count(f"worker n0: {DEVICE.here()} does not tell how far it is: CUDA error: not now") == 1
+    assert said.getvalue().count(f"worker n0: cannot read the progress of {DEVICE.here()}: CUDA error: not now") == 1
 
 
 THREAD_LOCAL = 1

@@ -25,6 +25,6 @@ class _Collecting(MetaPathFinder):
 gc.set_threshold(100_000)
 sys.meta_path.insert(0, _Collecting())
 if os.environ.get("PUT_OFF_COMPILER"):
-    from fallow.worker.api.lazy_imports import put_off_compiler
+    from fallow.worker.api.lazy_imports import defer_compiler_import
 
-    put_off_compiler()
+    defer_compiler_import()

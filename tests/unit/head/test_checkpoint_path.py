@@ -34,7 +34,7 @@ def test_each_run_has_a_private_folder_below_the_path_in_which_all_look_for_chec
     allocation = known.new_allocation(run, AllocationKind.BASE, 1000.0)
     assert Talk(known).play(run, allocation).greet().only(Setup).checkpoint_folder == str(folder)
     looked: list[Path] = []
-    monkeypatch.setattr(checkpoints, "complete_ones", lambda place: looked.append(place) or [])
+    monkeypatch.setattr(checkpoints, "complete_checkpoints", lambda place: looked.append(place) or [])
     checkpoints.adopt(Turn(known, 1.0, 1000.0))
     assert looked == [folder]
 
@@ -46,7 +46,7 @@ def test_a_head_that_was_cut_off_looks_what_the_members_have_left_behind(
     known = book(tmp_path, None)
     run, turn = new_run(known), Turn(known, 1.0, 1000.0)
     looked: list[Path] = []
-    monkeypatch.setattr(checkpoints, "complete_ones", lambda place: looked.append(place) or [])
+    monkeypatch.setattr(checkpoints, "complete_checkpoints", lambda place: looked.append(place) or [])
     nodes = train(turn, run, ["a", "b"])
     for gone, times in ((0, 1), (1, 1), (2, 2), (2, 2)):
         for node in list(run.roster.nodes)[:gone]:
@@ -76,7 +76,7 @@ def test_a_file_system_that_hangs_keeps_no_run_without_a_head(tmp_path: Path, mo
         return [place / "step-1"]
 
     monkeypatch.setattr(checkpoints, "FIRST_LOOK_S", 0.01)
-    monkeypatch.setattr(checkpoints, "complete_ones", hang)
+    monkeypatch.setattr(checkpoints, "complete_checkpoints", hang)
     for _ in range(2):
         checkpoints.adopt(turn)
         assert run.look is not None and not turn.records

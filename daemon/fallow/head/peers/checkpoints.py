@@ -15,7 +15,7 @@ from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Run
 from fallow.model import ChangeKind, FallowError
-from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_ones, read_manifest
+from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_checkpoints, read_manifest
 
 log = structlog.get_logger("fallow.head")
 

@@ -1,1 +1,1 @@
-"""What a script calls: `fallow.init`, `Run`, and how a process of a run begins and ends."""
+"""The script's interface: `fallow.init` and `Run`, and the start and end of a worker process."""

@@ -1,4 +1,4 @@
-"""A world without a head: plain `python`, `torchrun`, or `srun` with the usual variables."""
+"""A fixed world without a head: plain `python`, `torchrun`, or `srun` with the usual variables."""
 
 import os
 from typing import NamedTuple
@@ -17,14 +17,16 @@ _TIMEOUT_S = 300.0
 
 
 class World(NamedTuple):
-    """Rank and size that the launcher gave."""
+    """Rank and size from the launcher."""
 
     rank: int
     size: int
 
 
 def world_from_environment() -> World:
-    """RANK and WORLD_SIZE (torchrun), else SLURM_PROCID and SLURM_NTASKS with MASTER_ADDR (srun), else one process.
+    """Read RANK and WORLD_SIZE (torchrun), else SLURM_PROCID and SLURM_NTASKS with MASTER_ADDR (srun).
+
+    Without these variables the world is one process.
 
     Raises:
         FallowError: the variables contradict each other.
@@ -42,18 +44,18 @@ def world_from_environment() -> World:
         world = World(-1, 0)
     if not 0 <= world.rank < world.size:
         raise FallowError(
-            f"rank {pair[0]} is not below the world size {pair[1]}: start the script with torchrun or srun, "
-            "or unset RANK and WORLD_SIZE",
+            f"rank {pair[0]} is not below world size {pair[1]}. Start the script with torchrun, srun or fallow run, or "
+            "unset RANK and WORLD_SIZE",
             Exit.USAGE,
         )
     return world
 
 
 def build_world(world: World) -> Group:
-    """The group of a fixed world, whose members meet through MASTER_ADDR and MASTER_PORT. For tensors of the host.
+    """Build the group of a fixed world, for host tensors. The ranks meet through MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        FallowError: the ranks did not meet, or the script has made a process group of another world.
+        FallowError: the ranks did not meet, or the script has made a process group with another rank or size.
     """
     _check_own_group(world)
     if world.size == 1:
@@ -67,15 +69,13 @@ def build_world(world: World) -> Group:
             f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
             Exit.UNAVAILABLE,
         ) from None
-    towards = local_address_towards(os.environ["MASTER_ADDR"])
-    address = data_address(interfaces(), towards, DataNetwork(), os.environ)
+    local_address = local_address_towards(os.environ["MASTER_ADDR"])
+    address = data_address(interfaces(), local_address, DataNetwork(), os.environ)
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
 
 
 def _check_own_group(world: World) -> None:
-    """A process group that the script has made for torch.distributed stays its own affair, but it may not be another
-    world: each of its ranks would train a model by itself.
-    """
+    """Raise if the script's own process group has another rank or size: each rank would train a model by itself."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     own = World(distributed.get_rank(), distributed.get_world_size())

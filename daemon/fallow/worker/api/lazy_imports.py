@@ -1,10 +1,10 @@
-"""torch's compiler is imported when something asks for it, not when an optimizer is made.
+"""Defers the import of torch's compiler until a script uses it.
 
-Every optimizer of torch imports `torch._dynamo`, 900 modules and as long as `import torch` itself takes again, for two
-calls that mean nothing where nothing is compiled: `disable` (`torch/_compile.py`) and `graph_break`
-(`torch/optim/optimizer.py`). A newcomer would do so at every start, while its node waits. So a module stands in for it
-that knows just these two, and makes way for the real one as soon as anything else of it is used: `torch.compile`, a
-submodule, DDP, any other name. What torch has kept of the stand-in's answers is taken back then.
+Every optimizer of torch imports `torch._dynamo`: 900 modules, which take as long as `import torch`. Without compilation
+it uses only two calls that do nothing: `disable` (`torch/_compile.py`) and `graph_break` (`torch/optim/optimizer.py`).
+Each new worker would pay for this import while its node waits. So a stand-in module provides these two calls. Any other
+use (`torch.compile`, a submodule, DDP, another name) replaces the stand-in by the real module, and removes the
+stand-in's answers that torch has cached.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from typing import Any
 _NAME = "torch._dynamo"
 
 _ANSWER = "__dynamo_disable"
-"""Where `torch._compile` keeps what `disable` answered: an attribute of the function that it was asked about."""
+"""Attribute of a function in which `torch._compile` caches the result of `disable`."""
 
 
 class _StandIn(ModuleType):
-    """`torch._dynamo` as long as nothing is compiled."""
+    """Replacement of `torch._dynamo` as long as nothing is compiled."""
 
     def __init__(self) -> None:
         super().__init__(_NAME, "Stands in for torch._dynamo until something is compiled.")
@@ -31,18 +31,18 @@ class _StandIn(ModuleType):
         self._loading = threading.RLock()
 
     def graph_break(self, msg: str = "") -> None:
-        """Nothing is traced, so nothing is cut."""
+        """Do nothing: without tracing there is no graph to break."""
 
     def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-        """The function itself: nothing traces it. As `torch._compile` asks; others get the real one's answer."""
+        """Return `fn` itself for the call of `torch._compile`: nothing traces it. Forward any other call."""
         if fn is None or options != {"wrapping": False}:
             return self._real().disable(fn, recursive, **options)
         self._disabled.append(fn)
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        # `inspect` and `warnings` ask every module for its __file__ and the like. The import system needs the __path__
-        # for submodules, but asks for it, too, while it has yet to put this one into its place.
+        # `inspect` and `warnings` ask every module for __file__ and similar names. The import system needs __path__ to
+        # find submodules, but also asks for it before this module is in sys.modules.
         if name.startswith("__") and (name != "__path__" or sys.modules.get(_NAME) is not self):
             raise AttributeError(name)
         return getattr(self._real(), name)
@@ -61,32 +61,32 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the stand-in, once, and the submodules of what has taken its place: modules that have been made.
+    """Import hook: finds the stand-in, once, and later the already imported submodules of the real module.
 
-    The import system takes a submodule's path from the package that it has: for `import torch._dynamo.config` that
-    brings in the real one, and with it most submodules. It would make a second one of the module that was asked for.
+    `import torch._dynamo.config` first asks the stand-in for its __path__. This imports the real module with most
+    submodules. The import system would then create a second `config` module; this hook returns the existing one.
     """
 
     def __init__(self) -> None:
-        self._found = False
+        self._has_stand_in = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == _NAME and not self._found:
-            self._found = True
+        if name == _NAME and not self._has_stand_in:
+            self._has_stand_in = True
             return ModuleSpec(name, self, loader_state=_StandIn())
         if name.startswith(_NAME + ".") and name in sys.modules:
             return ModuleSpec(name, self, loader_state=sys.modules[name])
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module that has been made in the place of the one that the import system has just made."""
+        """Replace the new, empty module by the existing one."""
         assert module.__spec__ is not None
-        made = sys.modules[module.__name__] = module.__spec__.loader_state
-        if made.__spec__ is None:  # the stand-in
-            made.__spec__ = module.__spec__
+        replacement = sys.modules[module.__name__] = module.__spec__.loader_state
+        if replacement.__spec__ is None:  # the stand-in
+            replacement.__spec__ = module.__spec__
 
 
-def put_off_compiler() -> None:
-    """From now on `torch._dynamo` is imported when something of it is needed; without effect where it is there."""
+def defer_compiler_import() -> None:
+    """Import `torch._dynamo` only when it is needed. No effect if it is already imported."""
     if _NAME not in sys.modules:
         sys.meta_path.insert(0, _Finder())

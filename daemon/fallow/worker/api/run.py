@@ -12,9 +12,9 @@ from fallow.model import Exit, FallowError
 from fallow.text import clean, clean_output
 from fallow.wire.frames import is_child_of_agent
 from fallow.worker.api import fixed, process, short
-from fallow.worker.data.ledger import LAST_S
+from fallow.worker.data.ledger import FINISH_PATIENCE_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
-from fallow.worker.data.source import Calls, Source
+from fallow.worker.data.source import FunctionSource, Source
 from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.watch import watch_steps
 from fallow.worker.loop.exchange import Kind
@@ -32,22 +32,24 @@ from fallow.worker.session.status import IsMain
 from fallow.worker.transport.group import Group
 
 _MOST_SCALARS = 1_000
-"""Figures that are shown, the newest names."""
+"""Number of logged scalars that are shown: those with the newest names."""
 
 _LONGEST_NAME = 200
-"""Characters of a figure's name."""
+"""Longest name of a logged scalar, in characters."""
 
 _LONGEST_TEXT, _LONGEST_SIGNATURE = 100_000, 1_000
-"""Characters of what is told of an error."""
+"""Longest message, and longest signature, of a reported error, in characters."""
 
 _NO_GROUP = ("env:// rendezvous", "Default process group has not been initialized")
-"""In what torch.distributed says where nobody has told it of a fixed world."""
+"""Parts of torch.distributed's error messages if no process group was initialized."""
 
 
 class Run:
-    """One elastic training, seen from a script. Made by `fallow.init`.
+    """One elastic training run, seen from a script. Made by `fallow.init`.
 
-    Under a head it has a `session`, which is open; in a fixed world a `group`.
+    Args:
+        session: open session with the head; None in a fixed world.
+        group: group of the fixed world; None under a head.
     """
 
     def __init__(self, session: Session | None, group: Group | None) -> None:
@@ -60,42 +62,42 @@ class Run:
         self._on_resize: list[Callable[[], None]] = []
         self._loop = Loop(self._member, self._on_resize)
         self._generations = self._loop.generations
-        self._is_main = IsMain(self._speaks)
+        self._is_main = IsMain(self._is_main_now)
         self._call: Generator[Update, None, None] | None = None
-        "the run.updates call at work, or the last one"
+        "current or last call of run.updates"
         watch_steps(self._prepared, self._loop.check_step, self._loop.end_step)
 
     # ------------------------------------------------------------------------------------------------ preparing
 
     def prepare(self, *objects: Any, global_batch: int | None = None, reproducible: bool = False) -> Any:
-        """Take over models, optimizers, loaders, schedulers, scalers and whatever else has a state.
+        """Prepare models, optimizers, loaders, schedulers, scalers and all other objects that change during training.
 
         Args:
-            objects: modules, optimizers, DataLoaders, generators of random numbers (of torch, numpy or `random`:
-                each body finds them seeded for its shard, and so does a data set that holds them), and objects with
-                state_dict and load_state_dict.
-            global_batch: samples of one optimizer step, whoever computes them; default: the loader's batch size
-                times the run's maximum number of workers (or the fixed world's size).
-            reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed in
-                one order (see `fallow.worker.reduction.exact.Exact`), which takes more memory; deterministic kernels
-                are chosen for the whole process. Newcomers that would compute other bits (processor, threads, versions,
-                settings) are refused. FALLOW_REPRODUCIBLE=1 does the same.
+            objects: modules, optimizers, DataLoaders, random generators (of torch, numpy or `random`), and objects
+                with state_dict and load_state_dict. Generators are seeded for each shard, also inside a data set.
+            global_batch: samples of one optimizer step over all workers. Default: the loader's batch size times the
+                run's maximum number of workers (or the fixed world's size).
+            reproducible: make the final weights independent of the membership, bit for bit. Gradients are summed in
+                a fixed order (see `fallow.worker.reduction.exact.Exact`), which takes more memory, and the process
+                uses deterministic kernels. The run refuses new workers that would compute other bits (processor,
+                threads, versions, settings). FALLOW_REPRODUCIBLE=1 has this effect, too.
 
         Returns:
-            The objects in the same order (a single one by itself): the same ones, except that a DataLoader is
-            replaced by an elastic one for `updates`.
+            The objects in order, or the object itself if there is one. Each DataLoader is replaced by an elastic
+            loader for `updates`.
 
         Raises:
-            FallowError: an object cannot be prepared; the text says what to write instead.
+            FallowError: an object cannot be prepared; the message says what to write instead.
         """
         if self._call is not None:
             raise FallowError("prepare everything before the first run.updates: members must agree on the state")
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
-        done = [self._prepare_one(thing, global_batch) for thing in objects]
+        results = [self._prepare_one(thing, global_batch) for thing in objects]
+        self._prepared.give_own_memory()
         if self._prepared.reproducible:
-            enforce(self._prepared.devices())  # before the script makes graphs, which keep their kernels
-        return done[0] if len(done) == 1 else tuple(done)
+            enforce(self._prepared.devices())  # before the script captures graphs, which keep their kernels
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, thing: Any, global_batch: int | None) -> Any:
         if not isinstance(thing, DataLoader):
@@ -104,9 +106,9 @@ class Run:
         check_loader(thing)
         assert thing.batch_size is not None
         kind = StreamLoader if isinstance(thing.dataset, IterableDataset) else ElasticLoader
-        made = kind(thing, self._member.seed, global_batch or thing.batch_size * self._max_workers)
-        made.generators = self._prepared.generators
-        return made
+        loader = kind(thing, self._member.seed, global_batch or thing.batch_size * self._max_workers)
+        loader.generators = self._prepared.generators
+        return loader
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -118,26 +120,26 @@ class Run:
         epochs: int = 1,
         max_steps: int | None = None,
     ) -> Generator[Update, None, None]:
-        """Optimizer steps of the whole global batch; between them is the only place where the membership changes.
+        """Iterate over optimizer steps of the whole global batch. The membership changes only between steps.
 
             for update in run.updates(loader):
                 for batch in update:
                     loss_fn(model(batch)).backward()
                 optimizer.step(); optimizer.zero_grad()
 
-        What stands inside the inner loop runs once for each of this member's shards, and again if a member is lost:
-        it must be a function of `update.step` and the batch. What stands behind it runs once per step on every member.
+        The body of the inner loop runs once for each of this member's shards, and again if a member is lost. It must
+        depend only on `update.step` and the batch. Code after the inner loop runs once per step on every member.
 
         Args:
-            source: a DataLoader that went through `prepare`, or a function that gives a batch (as nanoGPT's
-                `get_batch`), which is called with torch's, numpy's and `random`'s generators seeded for the shard.
-            shards: of such a function alone: batches of one step, whoever computes them.
-            epochs: passes over the data, or over the stream.
-            max_steps: end after so many steps of this call, if that comes first.
+            source: a prepared DataLoader, or a function that returns a batch (like nanoGPT's `get_batch`). The
+                generators of torch, numpy and `random` are seeded for the shard before each call of the function.
+            shards: batches in one step over all members, if `source` is a function.
+            epochs: number of passes over the data or the stream.
+            max_steps: end after this number of steps of this call, unless the data end first.
 
         Raises:
             Released: this worker leaves the run (ends the process with code 0).
-            FallowError: the members disagree, or the head is gone for good; the script does what cannot be right.
+            FallowError: the members disagree, the head is lost, or the script makes a mistake.
         """
         if not isinstance(source, Source):
             if isinstance(source, DataLoader) or not callable(source):
@@ -146,58 +148,52 @@ class Run:
                     "function that gives a batch",
                     Exit.DATA,
                 )
-            source = Calls(source, shards)
-        elif shards not in (1, source.shards):
-            raise FallowError(
-                f"run.updates: shards={shards} is for a function that gives a batch; a step of this DataLoader has "
-                f"{source.shards} shards: run.prepare(loader, global_batch=...) sets the samples of a step",
-                Exit.USAGE,
-            )
+            source = FunctionSource(source, shards)
         self._call = self._loop.updates(source, epochs, max_steps)
         yield from self._call
 
     def steps(self, loader: Source, epochs: int = 1, max_steps: int | None = None) -> Iterator[Any]:
-        """Batches of this member's shards, for bodies of one backward with `optimizer.step()` behind it.
+        """Iterate over the batches of this member's shards: the short loop, with one backward and one step per body.
 
-        Prepared optimizers, schedulers, scalers and averages act in a step's last body on this member only. What this
-        cannot do it refuses; `updates` can.
+        Prepared optimizers, schedulers, scalers and averages act only in this member's last body of a step. A body
+        that this loop does not support raises an error; use `updates` for it.
 
         Args:
-            loader: a DataLoader that went through `prepare`.
+            loader: a prepared DataLoader.
             epochs: as for `updates`.
-            max_steps: likewise.
+            max_steps: as for `updates`.
 
         Raises:
             Released: this worker leaves the run (ends the process with code 0).
-            FallowError: as for `updates`; or a body needs the loop in two levels.
+            FallowError: as for `updates`; or a body needs `updates`.
         """
         return short.steps(self._loop, self._gate, self.updates(loader, epochs=epochs, max_steps=max_steps))
 
     def epochs(self, n: int) -> Iterator[int]:
-        """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
+        """Iterate over epochs like `range(n)`, but a new member starts at the members' current epoch."""
         session = self._session
         return self._place.epochs(n, lambda: 0 if session is None else session.news.newest.epoch, self._loop.end_call)
 
-    # ------------------------------------------------------------------------------------------------ facts
+    # ------------------------------------------------------------------------------------------------ properties
 
     @property
     def rank(self) -> int:
-        """Place of this member in the current generation, 0-based."""
+        """0-based rank of this member in the current generation."""
         return self._member.group.rank
 
     @property
     def size(self) -> int:
-        """Members of the current generation."""
+        """Number of members of the current generation."""
         return self._member.group.size
 
     @property
     def generation(self) -> int:
-        """Number of the current membership; 0 in a fixed world and before the first one."""
+        """Number of the current generation, that is, of the current membership; 0 before the first one."""
         return self._member.group.generation
 
     @property
     def step(self) -> int:
-        """Finished optimizer steps since the run began: in an update, its number (0-based)."""
+        """Number of finished optimizer steps of the run; during an update, the 0-based number of the update."""
         return self._loop.step
 
     @property
@@ -207,18 +203,18 @@ class Run:
 
     @property
     def deadline(self) -> float | None:
-        """Seconds until this node goes away; None: unknown or never."""
+        """Seconds until this node ends; None: unknown or never."""
         return self._session.news.ends_in_s if self._session is not None else None
 
     @property
     def is_main(self) -> IsMain:
         """True on the one member that should print and write files.
 
-        The value is looked up whenever it is asked for, so `main = run.is_main` may stand before the loop.
+        The object looks up the value at each use, so `main = run.is_main` may stand before the loop.
         """
         return self._is_main
 
-    def _speaks(self) -> bool:
+    def _is_main_now(self) -> bool:
         if self._generations.released or self._loop.rehearsing:
             return False
         if self._session is None or self._place.joined:
@@ -227,33 +223,33 @@ class Run:
 
     @property
     def rehearsing(self) -> bool:
-        """A newcomer's first update, on throw-away state: for what must not happen twice outside of the run."""
+        """True in a new member's first update, on throw-away state. Skip outside effects that must happen once."""
         return self._loop.rehearsing
 
     @property
     def seed(self) -> int:
-        """The run's seed: the same on all members and for the life of the run."""
+        """The run's seed. Equal on all members, and constant for the whole run."""
         return self._member.seed
 
-    # ------------------------------------------------------------------------------------------------ together
+    # ------------------------------------------------------------------------------------------------ collectives
 
     def log(self, **scalars: float) -> None:
-        """Show figures in `fallow status` and the monitor; those of the main member count."""
+        """Show scalars in `fallow status` and the monitor. Only the main member's scalars are shown."""
         if self._session is None or not self.is_main:
             return
         progress = self._session.progress
         logged = {clean(name, _LONGEST_NAME): float(value) for name, value in scalars.items()}
-        known = {**progress.told.scalars, **logged}
-        # They go with every heartbeat, and a script may have made a name for each step.
-        progress.tell(scalars=dict(list(known.items())[-_MOST_SCALARS:]))
+        all_scalars = {**progress.told.scalars, **logged}
+        # Limited: every heartbeat carries the scalars, and a script may use a new name in each step.
+        progress.tell(scalars=dict(list(all_scalars.items())[-_MOST_SCALARS:]))
 
     def mean(self, x: float | torch.Tensor) -> float:
-        """The plain mean of the members' values: of an evaluation that each does a part of, say.
+        """Return the unweighted mean of the members' values, for example of a shared evaluation.
 
-        All members call it, outside of inner loops. Whoever is lost meanwhile does not count.
+        All members call this, outside of inner loops. A member that is lost meanwhile does not count.
 
         Raises:
-            FallowError: inside an inner loop (`update.note` is for that), or the members are at different places.
+            FallowError: the call is inside an inner loop (use `update.note`), or members are at different positions.
         """
         return self._loop.together(Kind.MEAN, float(x.detach() if isinstance(x, torch.Tensor) else x))
 
@@ -262,25 +258,24 @@ class Run:
         self._loop.together(Kind.BARRIER, 0.0)
 
     def checkpoint(self) -> None:
-        """Ask for a durable checkpoint, written in the background; one member that asks is enough.
+        """Request a durable checkpoint, written in the background. A request of one member is enough.
 
-        Asked for before the inner loop ends, it holds the step at work; behind the inner loop, the next step. A step
-        whose loop over `run.updates` is left by `break` writes none: end the loop with `max_steps` instead.
-        While the one before is being written, the next step that can take it does. Without a head there is no folder
-        of the run: nothing happens.
+        A request before the end of the inner loop saves the state after this step; a later request, after the next
+        step. A step that leaves the loop over `run.updates` by `break` writes none: use `max_steps` instead. While
+        another checkpoint is being written, the request waits. Without a head nothing happens.
         """
         if self._member.saver is not None and not self._loop.rehearsing:
-            self._member.saver.asked = True
+            self._member.saver.is_requested = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Decorator: call this after each change of the membership, before the next step; no `run.mean` in it."""
+        """Decorator: call `callback` after each membership change, before the next step. It may not use `run.mean`."""
         self._on_resize.append(callback)
         return callback
 
-    # ------------------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------------- end of the process
 
-    def _finished(self) -> int | None:
-        """The script has ended; returns the exit code of who has left the run, None: the script's own."""
+    def _finish(self) -> int | None:
+        """Report the end of the script. Returns 0 if this worker has left the run; None: the script's own exit code."""
         session = self._session
         try:
             return self._end_script()
@@ -292,10 +287,10 @@ class Run:
         session = self._session
         if self._generations.released:
             return 0
-        # In which the script did what comes after the loop. The end of a loop that it left by break may need another.
+        # Read first: closing a loop that the script left by `break` may need a later generation.
         generation = self.generation
         if self._call is not None:
-            self._call.close()  # it may be one that nobody has taken to its end
+            self._call.close()  # the script may not have finished the loop
         try:
             self._loop.end_call(script=True)
             if self._place.astray:
@@ -303,11 +298,11 @@ class Run:
         except Released:
             return 0
         except EndedAlone:
-            # Whether it wanted to is told by its exit code.
+            # The exit code shows whether the script ended on purpose.
             if session is not None:
                 session.say(deserted=True)
             return None
-        self._member.ledger.flush(LAST_S)
+        self._member.ledger.flush(FINISH_PATIENCE_S)
         if session is None or not self._place.joined:
             return None
         if self._member.saver is not None:
@@ -326,7 +321,7 @@ class Run:
         session.say(finish=finish)
         return None
 
-    def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
+    def _report_failure(self, code: int, message: str, trace: str, signature: str) -> None:
         session, place = self._session, self._place
         if session is None or self._generations.released:
             return
@@ -346,35 +341,35 @@ class Run:
         session.close()
 
     def _advice(self, error: BaseException) -> str:
-        """What to tell of an exception in a script that was written for another runtime; empty: nothing."""
+        """Return advice for an exception of a script that was written for another runtime; empty: none."""
         if isinstance(error, ValueError) and any(words in str(error) for words in _NO_GROUP):
             return (
-                "Fallow makes no process group for torch.distributed, since none could follow the membership: leave "
-                "init_process_group and what needs it out. backward() sums gradients by itself; use run.rank and "
+                "Fallow makes no process group for torch.distributed, since its size cannot change. Remove "
+                "init_process_group and all calls that need it. backward() sums gradients by itself; use run.rank and "
                 "run.size, run.mean(x) for a metric, run.barrier() for a barrier"
             )
         return ""
 
     def _ends_at_once(self) -> bool:
-        """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""
+        """Return True if the process should skip torch's teardown: it takes seconds, and Slurm may need the node."""
         if self._session is not None:
             return True
         group = self._member.group
         if group.broken is not None:
-            return group.size > 1  # native threads may still hold on to collectives that were left behind
-        group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
+            return group.size > 1  # native threads may still hold abandoned collectives
+        group.destroy()  # nothing is pending, and gloo may crash if the interpreter ends first
         return False
 
 
 def init() -> Run:
-    """Begin: connect to the head if an agent started this process, else set up an ordinary fixed world.
+    """Connect to the head if an agent started this process; otherwise set up an ordinary fixed world.
 
     Raises:
-        FallowError: the head refused this worker or does not answer; the environment is contradictory.
+        FallowError: the head refused this worker or does not answer, or environment variables contradict each other.
     """
     if "FALLOW_RESTART" in os.environ:
         raise FallowError(
-            "the script calls fallow.init, so it follows the membership by itself: leave --restart (or torchrun) out, "
+            "the script calls fallow.init, so it needs no restarts. Start it without --restart and without torchrun: "
             "fallow run -- python SCRIPT",
             Exit.USAGE,
         )
@@ -384,8 +379,8 @@ def init() -> Run:
         return run
     channel = os.environ.get("FALLOW_CHANNEL_FD", "-1")
     if is_child_of_agent(channel):
-        process.die_with_parent()  # Slurm's SIGTERM ends a shell, and must not end this process with it
-    process.tell_stacks()
+        process.die_with_parent()  # only without a shell between: SIGTERM ends the shell and must not end this process
+    process.enable_stack_dumps()
     process.leave_sigterm_to_the_head()
     session = process.session_with_agent(channel)
     process.leave_sigterm_to_the_head(session.news.warn)
@@ -393,7 +388,7 @@ def init() -> Run:
 
 
 def attach(session: Session) -> Run:
-    """A run over a session that is not open yet; `init` for tests and tools that bring their own channel."""
+    """Make a run over a session that is not open yet: `init` for tests and tools with their own channel."""
     session.open()
     run = Run(session, None)
     process.Ending(run)

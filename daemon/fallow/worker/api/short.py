@@ -1,6 +1,6 @@
-"""The short loop, `run.steps`, on top of the loop in two levels: a body per shard, the last of which acts.
+"""The short loop, `run.steps`, on top of the two-level loop `run.updates`: one body per shard.
 
-A gate lets prepared objects act behind the backward of a step's last shard only.
+A gate lets prepared objects act only after the backward of the step's last shard.
 """
 
 import copyreg
@@ -21,13 +21,13 @@ _TWO_LEVELS = (
 
 
 def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> Iterator[Any]:
-    """Batches of this member's shards.
+    """Iterate over the batches of this member's shards.
 
-    In each body stands one backward, and behind it what acts: `opt.step()`, `opt.zero_grad()`, schedulers, scalers and
-    averages that were prepared. They act in a step's last body on this member, once all members have its sums.
+    Each body has one backward, followed by calls of prepared objects: `opt.step()`, `opt.zero_grad()`, schedulers,
+    scalers and averages. These calls act only in this member's last body of a step, once all members have the sums.
 
     Raises:
-        FallowError: a body does what this loop cannot; it names the loop in two levels.
+        FallowError: a body needs the two-level loop.
     """
     gate.guard(loop.member.prepared.acting())
 
@@ -64,29 +64,29 @@ def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> I
 
 
 class Gate:
-    """Open outside of the short loop, and in it where gradients are whole."""
+    """Decides whether calls of prepared objects act. Open outside of the short loop, and after complete gradients."""
 
     def __init__(self) -> None:
         self.open = True
         self.backward = True
-        "the body at work has made its backward"
+        "True once the current body has made its backward"
         self._guarded: set[int] = set()
 
     def guard(self, acting: Sequence[tuple[Any, Sequence[str]]]) -> None:
-        """Have these methods of these objects ask the gate; once for each object."""
+        """Make these methods of these objects check the gate; once for each object."""
         for thing, names in acting:
             if id(thing) in self._guarded:
                 continue
             self._guarded.add(id(thing))
             if isinstance(thing, torch.optim.Optimizer):
-                # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
+                # On the instance, where schedulers patch `step`, too. A bound method, since schedulers use __func__.
                 plain = thing.step
                 gated = self._gated(thing, "step")
                 if hasattr(plain, "_wrapped_by_lr_sched"):
-                    gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
+                    gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # otherwise the scheduler wraps again and warns
                 setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
                 continue
-            # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
+            # A subclass, not instance attributes: schedulers' state_dict() returns all attributes of the instance.
             cls = type(thing)
             methods = {name: self._gated(thing, name) for name in names}
             body = {"__slots__": (), "__module__": cls.__module__, "__reduce_ex__": _as_plain(cls), **methods}
@@ -116,13 +116,13 @@ class Gate:
 
 
 def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
-    """Copies, and what is saved whole, are the script's own: of the plain class, and act by themselves."""
+    """Make copies and pickles of an object have its plain class, whose methods check no gate."""
 
     def reduce(self: Any, protocol: Any) -> Any:
-        found = cls.__reduce_ex__(self, protocol)
-        if isinstance(found, tuple) and found[1] == (type(self),):
-            # What object's own does in older protocols: it does not insist on the class that the object has.
-            return (copyreg._reconstructor, (cls, object, None), *found[2:])  # type: ignore[attr-defined]
-        return found
+        recipe = cls.__reduce_ex__(self, protocol)
+        if isinstance(recipe, tuple) and recipe[1] == (type(self),):
+            # As in older pickle protocols, which accept another class than the object's.
+            return (copyreg._reconstructor, (cls, object, None), *recipe[2:])  # type: ignore[attr-defined]
+        return recipe
 
     return reduce

@@ -1,5 +1,5 @@
-"""Durable checkpoints: each member writes its part of the replicated state; complete or absent; checked before use.
+"""Durable checkpoints. Each member writes a part of the replicated state; a checkpoint is complete or absent.
 
-`manifest` (no torch) says what a complete one is and where; `parts` cuts the state; `writer` writes it beside the
-training, in the format of torch.distributed.checkpoint; `restore` reads.
+`manifest` (no torch) defines the layout of a checkpoint's folder. `parts` cuts the state. `writer` writes the parts in
+the background, in the format of torch.distributed.checkpoint. `restore` verifies and reads. `saver` decides when.
 """

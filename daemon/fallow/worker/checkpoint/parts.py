@@ -1,4 +1,4 @@
-"""Cutting a replicated state into parts, and copying one: all that the training waits for."""
+"""Cuts a replicated state into parts and copies one part. The training waits only for this copy."""
 
 import contextlib
 import io
@@ -17,43 +17,43 @@ from fallow.worker.prepared.state import Path, TensorSpec, decode, device_of, en
 from fallow.worker.transport import device as devices
 
 _TREE = "fallow.tree"
-"""Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""
+"""Name of the last tensor. It holds everything that is no tensor: `state.Encoded.tree` (MessagePack)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSnapshot:
-    """One member's part of the state after a step, in memory of its own."""
+    """A copy of one member's part of the state after a step."""
 
     rank: int
     manifest: Manifest
-    "of the whole checkpoint, as far as this member knows it: with its own `modes`, and without chunks and files"
+    "manifest of the whole checkpoint, with this member's `modes`, and still without chunks and files"
     chunks: list[Chunk]
-    "of this part"
+    "chunks of this part"
     copies: list[torch.Tensor] = field(repr=False)
-    "in the order of `chunks`; on their device if that has room for them, until `bring_to_host`"
-    copied: torch.Event | None
-    "the event behind which copies and `extra` may be read"
+    "copies in the order of `chunks`; on the device, if it has free memory, until `bring_to_host`"
+    copies_ready: torch.Event | None
+    "event after which copies and `extra` may be read"
     extra: dict[str, Any]
-    "extra state of modules by name, with copies of its tensors; on the first rank only"
+    "extra state of modules by name, with copied tensors; first rank only"
     texts: list[tuple[Path, bytes]]
-    "what is no tensor, for torch's tools; on the first rank only"
+    "everything that is no tensor, for torch's tools; first rank only"
 
     def bring_to_host(self) -> None:
-        """Wait until all copies are on the host. For the thread that writes: the training goes on meanwhile."""
-        if self.copied is not None:
-            devices.enter(self.copied.device)
+        """Move all copies to the host. Called by the writing thread while the training continues."""
+        if self.copies_ready is not None:
+            devices.enter(self.copies_ready.device)
         device = device_of(self.copies)
         if devices.asynchronous(device):
-            with devices.side_stream(device, self.copied):
+            with devices.side_stream(device, self.copies_ready):
                 self.copies[:] = copies_through_ring(self.copies)
-        devices.wait(self.copied)
+        devices.wait(self.copies_ready)
 
 
 def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Chunk]]:
-    """Divide tensors among `world` members: equal bytes, cut between rows, a function of the arguments alone.
+    """Divide tensors among `world` members: nearly equal bytes, cut between rows. Depends only on the arguments.
 
     Returns:
-        For each part its chunks; together they hold every row of every tensor once.
+        The chunks of each part. Together they hold every row of every tensor once.
     """
     parts: list[list[Chunk]] = [[] for _ in range(world)]
     total = sum(spec.nbytes for spec in specs)
@@ -66,7 +66,7 @@ def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Chunk]]:
             continue
         first = 0
         for part in range(world):
-            # The part holds the rows whose first byte is before its end.
+            # A part holds the rows whose first byte is before the part's end.
             end = rows if part == world - 1 else min(rows, max(0, -(-(total * (part + 1) // world - at) // width)))
             if end > first:
                 parts[part].append(Chunk(tensor=number, first=first, end=end))
@@ -82,19 +82,20 @@ def take(
     *,
     names: Sequence[ModelNames] = (),
     extra: Mapping[str, Any] = MappingProxyType({}),
-    **known: Any,
+    **manifest_fields: Any,
 ) -> PartSnapshot:
     """Copy part `rank` of `world` of a state.
 
-    The training may change the state as soon as the copies are made. So they are made on the device, where that takes
-    no longer than reading the state once, and go to the host beside the training. Without room on the device they go
-    to the host at once, and the device does nothing else meanwhile.
+    The training may change the state once the copies are made. Copies on the device are fast, and the writing thread
+    moves them to the host later. If the device lacks free memory, copies go to the host at once and the device waits.
 
     Args:
-        tree: as `snapshot.export_state` returns it; the same on all members.
-        names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
-        extra: extra state of modules by name, see `modes.read_extra`; of the first rank.
-        known: the manifest's other fields.
+        tree: result of `snapshot.export_state`; equal on all members.
+        rank: 0-based number of the part.
+        world: number of parts.
+        names: names of the modules' tensors, so that torch's tools rebuild the `state_dict` of each module.
+        extra: extra state of modules by name, see `modes.read_extra`; first rank only.
+        manifest_fields: further fields of the manifest.
     """
     encoded = encode(tree, "checkpoint")
     tensors = [*encoded.tensors, torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8)]
@@ -105,30 +106,30 @@ def take(
     rows = [rows_of(tensors[chunk.tensor], chunk) for chunk in chunks]
     device = device_of([*rows, *encoded_extra.tensors])
     copies: list[torch.Tensor] = []
-    if devices.has_room(device, sum(row.nbytes for row in rows)):
-        with contextlib.suppress(torch.OutOfMemoryError):  # this process may not use all that is free
+    if devices.has_free_memory(device, sum(row.nbytes for row in rows)):
+        with contextlib.suppress(torch.OutOfMemoryError):  # the process may be limited to less than the free memory
             copies = [row.detach().clone() for row in rows]
     if not copies:
         copies, _ = host_copies(rows)
     extra_copies, _ = host_copies(encoded_extra.tensors)
     return PartSnapshot(
         rank=rank,
-        manifest=Manifest(format=FORMAT, world=world, tensors=infos, chunks=[], files=[], **known),
+        manifest=Manifest(format=FORMAT, world=world, tensors=infos, chunks=[], files=[], **manifest_fields),
         chunks=chunks,
         copies=copies,
-        copied=devices.event(device),
+        copies_ready=devices.event(device),
         extra=decode(encoded_extra.tree, extra_copies),
         texts=[] if rank else _texts(encoded.plain),
     )
 
 
 def rows_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """The rows of a tensor that a part holds."""
+    """Return a view of the chunk's rows of a tensor."""
     return tensor[chunk.first : chunk.end] if tensor.dim() else tensor
 
 
 def extra_parts(snapshot: PartSnapshot) -> list[tuple[Path, bytes]]:
-    """The content of the first rank's file of what is no tensor, see `manifest.Extra`."""
+    """Return the content of the file `EXTRA`, see `manifest.Extra`."""
     own: list[tuple[Path, bytes]] = []
     for name, value in snapshot.extra.items():
         _, number, key = name.split(".", 2)
@@ -137,16 +138,16 @@ def extra_parts(snapshot: PartSnapshot) -> list[tuple[Path, bytes]]:
 
 
 def _texts(plain: Sequence[tuple[Path, Any]]) -> list[tuple[Path, bytes]]:
-    """What torch's tools need besides the tensors to rebuild each object's `state_dict`."""
-    kept = [(path[1:], value) for path, value in plain if path[:1] == ["objects"]]
-    wanted = ("optimizers", "others", "dicts")
-    return [(path, _saved(_with_text_keys(path, value))) for path, value in kept if path and path[0] in wanted]
+    """Return the values that torch's tools need besides tensors to rebuild each object's `state_dict`."""
+    object_values = [(path[1:], value) for path, value in plain if path[:1] == ["objects"]]
+    kinds = ("optimizers", "others", "dicts")
+    return [(path, _saved(_with_text_keys(path, value))) for path, value in object_values if path and path[0] in kinds]
 
 
 def _with_text_keys(path: Path, value: Any) -> Any:
-    """An optimizer's parameters have numbers, by which they are keys of its state: torch's index makes text of keys."""
+    """Turn the parameter numbers in an optimizer's state into text, since keys in torch's index are text."""
     if path[0] != "optimizers" or len(path) < 3:
-        return value  # all of the optimizer, with numbers throughout
+        return value  # a whole optimizer keeps its numbers
     if path[2:] == ["state"]:
         return {str(number): entry for number, entry in value.items()}
     if path[2:] == ["param_groups"]:
@@ -166,13 +167,13 @@ def _infos(
     paths: Sequence[Path],
     specs: Sequence[TensorSpec],
     names: Sequence[ModelNames],
-    further: Sequence[tuple[int, Path]],
+    alias_paths: Sequence[tuple[int, Path]],
 ) -> list[TensorInfo]:
-    """What each tensor looks like, its unique name, and the places where torch's tools see it."""
-    seen: Counter[str] = Counter()
+    """Describe each tensor: unique name, dtype, shape, and positions for torch's tools."""
+    name_counts: Counter[str] = Counter()
     infos: list[TensorInfo] = []
     aliases_of = defaultdict[int, list[Path]](list)
-    for tensor, alias in further:
+    for tensor, alias in alias_paths:
         aliases_of[tensor].append(alias[alias[0] == "objects" :])
     for tensor, (path, spec) in enumerate(zip(paths, specs, strict=True)):
         path, aliases = path[path[0] == "objects" :], aliases_of[tensor]
@@ -184,10 +185,10 @@ def _infos(
             else:
                 aliases = [["models", number, alias] for alias in own.aliases.get(str(key), ())]
         name = ".".join(map(str, path))
-        seen[name] += 1
-        if seen[name] > 1:
-            # Keys like 1 and "1", or a name with a dot in it.
-            name = f"{name}#{seen[name]}"
+        name_counts[name] += 1
+        if name_counts[name] > 1:
+            # Two paths have one name: keys like 1 and "1", or a key with a dot.
+            name = f"{name}#{name_counts[name]}"
             path, aliases = [name], []
         infos.append(TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=aliases))
     return infos

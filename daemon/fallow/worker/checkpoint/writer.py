@@ -1,11 +1,11 @@
-"""Writing checkpoints beside the training. The first member's thread waits for all parts and puts the whole together.
+"""Writes checkpoints in the background. The first rank's thread waits for all parts and completes the checkpoint.
 
-A checkpoint that cannot be finished (a member was killed, the disk is full) is given up: its temporary folder goes,
-older ones stay as they are, and the next one is tried as usual.
+If a checkpoint cannot be completed (a member was killed, the disk is full), its temporary folder is deleted. Older
+checkpoints are not touched, and the next checkpoint is written as usual.
 
-Parts have the format of torch.distributed.checkpoint, so that torch's own tools can read a checkpoint. A part is what
-its `FileSystemWriter` makes: each chunk as `torch.save` writes it, one behind the other. Fallow reads the parts by its
-own manifest and never opens torch's index, which is a pickle.
+Parts have the format of torch.distributed.checkpoint, so that torch's tools can read a checkpoint. Like torch's
+`FileSystemWriter`, a part holds chunks written by `torch.save`, one after the other. Fallow reads the parts by its own
+manifest and never opens torch's index, which is a pickle.
 """
 
 import contextlib
@@ -47,22 +47,26 @@ from fallow.worker.prepared.modes import common
 from fallow.worker.prepared.state import dtype_named
 
 PATIENCE_S = 600.0
-"""How long the first member waits for the others' parts after its own."""
+"""Seconds for which the first rank waits for the other parts after it has written its own."""
 
 HURRY_S = 10.0
-"""How long it waits while none of their files grows, once a member may be lost."""
+"""Seconds without growth of any file after which the first rank stops waiting, once a member may be lost."""
 
 STUCK_S = 1200.0
-"""Longer than this neither a part takes nor the wait for the others': the file system does not answer."""
+"""Seconds after which a write counts as stuck: neither a part nor the wait for other parts takes that long."""
 
 LOOK_S = 0.1
 
 
 class Writing(threading.Thread):
-    """Writes one snapshot. `report` takes, on this thread, what the head should hear.
+    """Thread that writes one snapshot.
 
     Args:
-        before: step of the snapshot before; what is left of older ones is removed, as nobody finishes it.
+        folder: folder of the run's checkpoints.
+        snapshot: this member's part.
+        report: called on this thread with the message for the head.
+        before: step of the previous snapshot; temporary folders of older snapshots are deleted.
+        clock: monotonic clock.
     """
 
     def __init__(
@@ -78,19 +82,19 @@ class Writing(threading.Thread):
         self._report = report
         self._before = before
         self._clock = clock
-        self._moved_at = clock()
-        "when the last part of the work began"
+        self._progress_at = clock()
+        "time at which the current stage of the write began"
         self.hurry = threading.Event()
-        "a member may be lost: its part may never come"
+        "set once a member may be lost, whose part may never arrive"
         self.completes = snapshot.rank == 0
-        "the first member has to see to the whole, and has not told of it"
-        self.is_told = False
-        "it has; nothing but torch's index is missing"
+        "True on the first rank until it has completed the checkpoint"
+        self.is_reported = False
+        "True once the complete checkpoint was reported; only torch's index may be missing"
 
     @property
     def is_stuck(self) -> bool:
-        """True if one part of the work takes so long that the file system does not seem to answer."""
-        return self._clock() - self._moved_at > STUCK_S
+        """True if one stage of the write takes so long that the file system seems to hang."""
+        return self._clock() - self._progress_at > STUCK_S
 
     def _write(self, snapshot: PartSnapshot, began: float) -> None:
         generation, step = snapshot.manifest.generation, snapshot.manifest.step
@@ -102,20 +106,20 @@ class Writing(threading.Thread):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 check_dir(folder)
             is_made = True
-            self._sweep(self._before - 1)  # the one before may still be put together
+            self._sweep(self._before - 1)  # the previous checkpoint may still be completed
             self._write_part(snapshot, temporary)
             if self.completes and self._await_parts(snapshot.manifest.world, temporary):
-                self._moved_at = self._clock()
+                self._progress_at = self._clock()
                 manifest, digest = self._finish(snapshot, temporary, final)
                 self._sweep(step)
-                done = announcement(final, manifest, digest)
+                checkpoint = announcement(final, manifest, digest)
                 self.completes = False
-                self._report(replace(done, took_s=time.monotonic() - began))
-                self.is_told = True
-                write_index(final, manifest)  # what it imports may take longer than a node has that Slurm takes
-        except Exception as error:  # whatever it is, the head must hear of it
+                self._report(replace(checkpoint, took_s=time.monotonic() - began))
+                self.is_reported = True
+                write_index(final, manifest)  # last: its imports may take longer than a preempted node has
+        except Exception as error:  # the head must learn of any error
             if is_made and not temporary.exists():
-                return  # another member has given this checkpoint up, or finished it
+                return  # another member has completed or deleted this checkpoint
             shutil.rmtree(temporary, ignore_errors=True)
             self._report(failure(generation, step, _explain(error, self._folder)))
 
@@ -124,13 +128,13 @@ class Writing(threading.Thread):
         part = write_part(temporary, snapshot)
         write_private(temporary / _part_name(snapshot.rank), msgspec.json.encode(part))
         snapshot.copies.clear()
-        self._moved_at = self._clock()
+        self._progress_at = self._clock()
 
     def _await_parts(self, world: int, temporary: Path) -> bool:
-        """Return True once all parts are there; False if another member has given the checkpoint up.
+        """Wait for all parts; returns False if another member has deleted the checkpoint.
 
         Raises:
-            FallowError: the others' parts did not come.
+            FallowError: some parts did not arrive.
         """
         give_up_at = time.monotonic() + PATIENCE_S
         size, grown_at = -1, inf
@@ -141,7 +145,7 @@ class Writing(threading.Thread):
             if self.hurry.is_set() and size != (size_now := _size(temporary)):
                 size, grown_at = size_now, time.monotonic()
             if time.monotonic() > min(give_up_at, grown_at + HURRY_S):
-                raise FallowError(f"the parts of ranks {', '.join(map(str, missing))} did not come")
+                raise FallowError(f"no part arrived from ranks {', '.join(map(str, missing))}")
             time.sleep(LOOK_S)
         return False
 
@@ -166,7 +170,7 @@ class Writing(threading.Thread):
         return manifest, digest
 
     def _sweep(self, upto: int) -> None:
-        """Remove what was given up: nobody finishes it any more."""
+        """Delete unfinished checkpoints up to a step: no member will complete them."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 step = path.stem.rpartition("-s")[2]
@@ -175,13 +179,13 @@ class Writing(threading.Thread):
 
 
 def failure(generation: int, step: int, why: str) -> Problem:
-    """What the head should hear of a checkpoint that was given up."""
+    """Return the worker's message to the head about a failed checkpoint."""
     reason = f"the checkpoint of step {step} was not written: {why}"
     return Problem(generation=generation, step=step, reason=reason)
 
 
 def _size(folder: Path) -> int:
-    """Bytes in the files of a folder, to which others write."""
+    """Return the bytes in a folder's files. Other members may add and delete files meanwhile."""
     size = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -194,20 +198,20 @@ def _part_name(rank: int) -> str:
 
 
 def _explain(error: BaseException, folder: Path) -> str:
-    """The system's reason, which torch's writer hides behind one of its own, and what to do about it."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__ or seen.__context__
-    if not isinstance(seen, OSError):
+    """Return the operating system's reason, which torch's exceptions hide, and advice for the user."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, OSError):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     advice = {
         errno.ENOSPC: f"make room on the file system of {folder}",
-        errno.EDQUOT: f"your quota for {folder} is used up: remove something, or ask for more",
+        errno.EDQUOT: f"your quota for {folder} is used up: delete files, or ask for more",
         errno.EFBIG: "the limit on file sizes (ulimit -f) is too low",
         errno.EROFS: f"the file system of {folder} has become read-only: tell its administrators",
         errno.EIO: f"the file system of {folder} reports an error: tell its administrators",
     }
-    return f"{seen.strerror}; {advice.get(seen.errno or 0, f'check {folder}')}; the older ones are untouched"
+    return f"{cause.strerror}; {advice.get(cause.errno or 0, f'check {folder}')}; older checkpoints are untouched"
 
 
 # -------------------------------------------------------------------------- torch's format
@@ -217,14 +221,14 @@ def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
     """Write one member's part and sync it.
 
     Raises:
-        OSError, RuntimeError: it cannot be written.
+        OSError, RuntimeError: the part cannot be written.
     """
     path = folder / f"__{snapshot.rank}_0.distcp"
     chunks: list[Chunk] = []
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
         for chunk, copy in zip(snapshot.chunks, snapshot.copies, strict=True):
             begin = file.tell()
-            torch.save(copy.clone(), file)  # of its own memory: `torch.save` writes all of a view's
+            torch.save(copy.clone(), file)  # `torch.save` of a view would write its whole storage
             chunks.append(replace(chunk, file=path.name, offset=begin, length=file.tell() - begin))
         file.flush()
         os.fsync(file.fileno())
@@ -241,9 +245,9 @@ def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
 
 
 def write_index(folder: Path, manifest: Manifest) -> None:
-    """Write `.metadata`: torch's index of all parts. A tied tensor is in it under each of its names.
+    """Write `.metadata`, torch's index of all parts. It lists a tied tensor under each of its names.
 
-    The first one imports 700 modules, torch's compiler among them: seconds of work, for which nothing should wait.
+    The first call imports 700 modules, among them torch's compiler. This takes seconds, so nothing should wait for it.
     """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
@@ -263,8 +267,8 @@ def write_index(folder: Path, manifest: Manifest) -> None:
             paths[name] = tuple(path)
             results.append(WriteResult(dcp.MetadataIndex(name, offsets), chunk.length, where))
             properties = dcp.TensorProperties(dtype=dtype_named(info.dtype))
-            whole = dcp.TensorStorageMetadata(properties, shape, [])
-            stored.setdefault(name, whole).chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+            tensor_metadata = dcp.TensorStorageMetadata(properties, shape, [])
+            stored.setdefault(name, tensor_metadata).chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
     for blob in manifest.extra:
         if blob.path:
             name = ".".join(map(str, blob.path))

@@ -1,1 +1,1 @@
-"""Which samples a member reads, in which order, and the record of those that counted."""
+"""Which samples a member reads, in which order, and the ledger of the samples that counted."""

@@ -1,8 +1,8 @@
-"""The elastic loader: any shard of any step of any epoch, fetched as the script's own DataLoader would.
+"""The elastic loader: fetches any shard of any step and epoch, as the script's own DataLoader would.
 
-Which samples a shard has is a function of (seed, epoch) and the fixed layout. The membership decides only which shards
-this process asks for. With `num_workers`, loader processes load ahead along the plan: what is already loading when the
-plan changes stays, and what arrives and is not wanted any more is thrown away.
+The samples of a shard depend only on (seed, epoch) and the fixed layout. The membership decides only which shards this
+process fetches. With `num_workers`, loader processes load ahead along the plan. If the plan changes, shards that are
+already loading continue to load, and shards that are no longer needed are discarded when they arrive.
 """
 
 import functools
@@ -27,18 +27,18 @@ from fallow.core.training.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.loader_processes import LoadedShard, Request, ShardDataset, set_epoch, start_loading
-from fallow.worker.data.source import Duties, Key, Reached, Source
+from fallow.worker.data.source import DataPosition, Duties, Key, Source
 
-_MOST, _MOST_PASSES = 10_000_000, 16
-"""A sampler of the script's own that gives more samples than this, more often each of the data set, and more than it
-says, has no end."""
+_MAX_SAMPLES, _MAX_PASSES = 10_000_000, 16
+"""A sampler of the script counts as endless if it yields more samples than this number, more passes over the data set
+than this number, and more samples than its length."""
 
 
 def check_loader(loader: DataLoader[Any]) -> None:
-    """Refuse a loader that cannot be cut into shards.
+    """Raise if a loader cannot be cut into shards.
 
     Raises:
-        FallowError: the text names the feature and what to write instead.
+        FallowError: names the unsupported feature and what to write instead.
     """
     advice: str | None = None
     if isinstance(loader.dataset, IterableDataset):
@@ -55,12 +55,12 @@ def check_loader(loader: DataLoader[Any]) -> None:
 
 
 class ElasticLoader(Source):
-    """A loader over a data set whose samples have numbers.
+    """A loader over a map-style data set, whose samples have numbers.
 
-    The dataset, sampler, collate function and worker settings are those of the script's loader.
+    Uses the dataset, sampler, collate function and worker settings of the script's loader.
 
     Raises:
-        FallowError: the sampler's order is not a function of the epoch, or the sizes do not fit.
+        FallowError: the sampler's order does not depend on the epoch alone, or the sizes do not fit.
     """
 
     def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
@@ -70,10 +70,10 @@ class ElasticLoader(Source):
         self.processes = source.num_workers
         self.seed = seed
         self._loading: set[Key] = set()
-        "requested, and neither fetched nor thrown away since"
+        "shards that were requested, and neither fetched nor discarded yet"
         self._ready: dict[Key, LoadedShard] = {}
         self._arriving: Iterator[LoadedShard] | None = None
-        self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)  # two: prefetching reaches into the next epoch
         first = self._order(0)
         if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
             raise FallowError(
@@ -90,10 +90,10 @@ class ElasticLoader(Source):
         return self.layout.steps
 
     def order(self, epoch: int) -> "array[int]":
-        """Return the sample numbers of an epoch, in order: the same on every member and for every membership.
+        """Return the sample numbers of an epoch, in order. Equal on every member and for every membership.
 
         Raises:
-            FallowError: they are not as many as in the first epoch.
+            FallowError: the epoch has another number of samples than the first epoch.
         """
         order = self._order(epoch)
         if len(order) != self.layout.length:
@@ -121,31 +121,33 @@ class ElasticLoader(Source):
         )
 
     def replan(self, at: Key, duties: Duties) -> None:
-        """Load from now on what this member will fetch from `at` on, in that order."""
+        """Set the plan: load the shards that this member will fetch from `at` on, in order."""
         self._at, self._duties = at, duties
         self._plan = self._keys()
         dropped = [key for key in self._ready if not self._wants(key)]
         for key in dropped:
             del self._ready[key]
-        # A later plan that wants these shards again has to load them again.
+        # So that a later plan may load these shards again.
         self._loading.difference_update(dropped)
 
-    def example(self, members: Callable[[], Reached]) -> Any:
-        """Return the first shard of all."""
+    def example(self, members: Callable[[], DataPosition]) -> Any:
+        """Return the first shard of the first epoch."""
         first = Key(0, 0, 0)
         self.replan(first, lambda shards: [0])
         return self.fetch(first)
 
     def fetch(self, key: Key) -> Any:
-        """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
+        """Return one batch, collated by the script's loader, and pinned if there is an accelerator."""
         source = self.source
         if self._arriving is None:
             dataset = ShardDataset(self.dataset, source.collate_fn, self.seed, self.generators)
             if self.processes:
                 requests = self._requests()
-                self._arriving = start_loading(source, dataset, batch_sampler=requests, collate_fn=_unchanged)
+                self._arriving = start_loading(source, dataset, batch_sampler=requests, collate_fn=_identity)
             else:
-                self._arriving = map(dataset.__getitems__, self._requests())  # torch's own way costs 30 us more a batch
+                self._arriving = map(
+                    dataset.__getitems__, self._requests()
+                )  # torch's loader takes 30 us more per batch
         while key not in self._ready:
             loaded = next(self._arriving)
             if loaded.key == key or self._wants(loaded.key):
@@ -161,14 +163,14 @@ class ElasticLoader(Source):
         return batch
 
     def _requests(self) -> Iterator[list[Request]]:
-        """What to load, in order. It never ends: a loader process's StopIteration would be permanent."""
+        """Yield the shards to load, in order. Never ends: a loader process's StopIteration would be permanent."""
         while True:
             key = next(key for key in self._plan if key not in self._loading)
             self._loading.add(key)
             try:
                 indices = self.indices(key)
             except Exception:
-                # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first, and is told.
+                # The epoch may be beyond the last one. If not, the loop calls `order` for it and gets the error.
                 indices = []
             yield [(key, indices)]
 
@@ -192,23 +194,23 @@ class ElasticLoader(Source):
             return array("q", range(len(sampler)))
         of_sampler = getattr(sampler, "generator", None)
         generator = of_sampler if isinstance(of_sampler, torch.Generator) else torch.Generator(device="cpu")
-        with rng.kept([generator]), generator.device:
+        with rng.preserve_generators([generator]), generator.device:
             rng.seed_everything(seed)
             generator.manual_seed(seed)
             if isinstance(sampler, RandomSampler) and not sampler.replacement:
                 size = len(sampler.data_source)
-                if sampler.num_samples == size:  # at once, not in chunks through torch's iterator
+                if sampler.num_samples == size:  # in one call, faster than torch's iterator
                     return array("q", torch.randperm(size, generator=generator).cpu().numpy().tobytes())
-            set_epoch(sampler, epoch)  # the script's own call, if there is one, may come after prefetching has begun
+            set_epoch(sampler, epoch)  # the script may call set_epoch only after prefetching has begun
             return self._numbers(sampler)
 
     def _numbers(self, sampler: Iterable[Any]) -> "array[int]":
         """Read a sampler to its end."""
         kind = type(sampler)
-        size, told = _length(self.dataset), _length(sampler)
+        size, declared_length = _length(self.dataset), _length(sampler)
         most = sys.maxsize
         if not kind.__module__.startswith("torch."):
-            most = min(most, max(_MOST, _MOST_PASSES * size, told + 1))
+            most = min(most, max(_MAX_SAMPLES, _MAX_PASSES * size, declared_length + 1))
         numbers = array("q", map(operator.index, islice(sampler, most)))
         if len(numbers) == most:
             raise FallowError(
@@ -220,12 +222,12 @@ class ElasticLoader(Source):
 
 
 def _length(thing: Any) -> int:
-    """The length that it tells; 0: none, or infinity."""
+    """Return len(thing); 0 if it has no length or an infinite one."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError, OverflowError, ValueError):
         return 0
 
 
-def _unchanged(loaded: LoadedShard) -> LoadedShard:
+def _identity(loaded: LoadedShard) -> LoadedShard:
     return loaded

@@ -1,4 +1,4 @@
-"""Loader processes: torch's DataLoader runs them, with the settings of the script's own loader."""
+"""Loader processes, run by torch's DataLoader with the settings of the script's own loader."""
 
 import ctypes
 import functools
@@ -20,11 +20,11 @@ from fallow.worker.data.source import Key
 _PR_SET_PDEATHSIG = 1
 
 Request = tuple[Key, list[int]]
-"""A shard to load, and its sample numbers (none: its epoch is unknown)."""
+"""A shard to load, and its sample numbers; none if its epoch is unknown."""
 
 
 class LoadedShard(NamedTuple):
-    """A batch, and what it took."""
+    """A batch, and the seconds that a loader process took for it."""
 
     key: Key
     load_s: float
@@ -32,8 +32,8 @@ class LoadedShard(NamedTuple):
 
 
 def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iterator[Any]:
-    """Iterate a loader with the settings of `source` over `dataset`, in processes that end with the script."""
-    with torch.device("cpu"):  # whatever the script's default device is; forked processes take that over
+    """Iterate over `dataset` with the settings of `source`, in processes that end with the script."""
+    with torch.device("cpu"):  # not the script's default device, which forked processes would inherit
         inner: DataLoader[Any] = DataLoader(
             dataset,
             num_workers=source.num_workers,
@@ -46,34 +46,36 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
             **options,
         )
         loading = iter(inner)
-    # A garbage collection of an iterator in a reference cycle closes its queues first. The order to end would then
-    # never reach the processes, and torch would wait 5 s for each. Queues that are kept alive stay open until then.
-    weakref.finalize(loading, _let_go, list(getattr(loading, "_index_queues", [])))
+    # If the garbage collector frees the iterator in a reference cycle, it may close the queues first. The processes
+    # would then never get the order to end, and torch would wait 5 s for each. This keeps the queues open until then.
+    weakref.finalize(loading, _release_queues, list(getattr(loading, "_index_queues", [])))
     return loading
 
 
-def _let_go(queues: list[Any]) -> None:
-    """The iterator ends its processes now, and `queues` end with it."""
+def _release_queues(queues: list[Any]) -> None:
+    """Drop the last reference to `queues`, when the iterator ends its processes."""
 
 
 def set_epoch(thing: Any, epoch: int) -> None:
-    """Tell a data set or a sampler the epoch, if it can be told."""
+    """Call `set_epoch` of a data set or a sampler, if it has one."""
     tell = getattr(thing, "set_epoch", None)
     if callable(tell):
         tell(epoch)
 
 
-# ---------------------------------------------------------------------------------- in the loader processes, if any
+# -------------------------------------------------------------------- code that runs in the loader processes, if any
 
 
 class ShardDataset(torch.utils.data.Dataset[Any]):
-    """The script's data set and collate function, asked for one batch under a seed of its own."""
+    """The script's data set and collate function. Makes each batch under its own seed."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, generators: Sequence[Any]) -> None:
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._generators = list(generators)  # travel together with the data set, so they are those that it holds
+        self._generators = list(
+            generators
+        )  # pickled together with the data set, so they stay the generators that it holds
         self._epoch = -1
 
     def __getitems__(self, requests: list[Request]) -> LoadedShard:
@@ -82,12 +84,12 @@ class ShardDataset(torch.utils.data.Dataset[Any]):
             return LoadedShard(key, 0.0, None)
         began = time.monotonic()
         if self._epoch != key.epoch and torch.utils.data.get_worker_info() is not None:
-            # A loader process does not see the script's own calls. In the script's process those count, as they are.
+            # A loader process does not see the script's own calls of set_epoch. In the script's process they apply.
             self._epoch = key.epoch
             rng.seed_everything(mix(self._seed, "epoch", self._epoch), self._generators)
             set_epoch(self.dataset, self._epoch)
         rng.seed_everything(mix(self._seed, "data", *key), self._generators)
-        if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader asks for samples
+        if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader does
             samples = list(self.dataset.__getitems__(indices))
         else:
             samples = [self.dataset[index] for index in indices]
@@ -96,17 +98,17 @@ class ShardDataset(torch.utils.data.Dataset[Any]):
 
 
 def _begin_loader_process(user: Callable[[int], None] | None, number: int) -> None:
-    """End with the script, however it ends, and run its `worker_init_fn`.
+    """Make this process end with the script, and run the script's `worker_init_fn`.
 
-    A forked process holds copies of the script's sockets. Were it to outlive a script that was killed, the other
-    members would not see their connections close before it has loaded its batch.
+    A forked process holds copies of the script's sockets. If it outlived a killed script, the connections to other
+    members would stay open until it has loaded its batch.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     script = multiprocessing.parent_process()
     if script is not None and not script.is_alive():
         os._exit(1)
     info = torch.utils.data.get_worker_info()
-    if info is not None and isinstance(info.dataset, ShardDataset):  # the script's code expects its own data set there
+    if info is not None and isinstance(info.dataset, ShardDataset):  # the script expects its own data set there
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the class of `info` forbids assignments
     if user is not None:
         user(number)

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on the membership: each shard starts from a seed of its own."""
+"""Random numbers that do not depend on the membership: each shard starts from its own seed."""
 
 import functools
 import random
@@ -14,7 +14,7 @@ from fallow.core.training.shards import mix
 
 
 def is_generator(thing: Any) -> bool:
-    """Return True if it is a generator of torch, numpy or `random` that can be seeded."""
+    """Return True for a generator of torch, numpy or `random` that can be seeded."""
     numpy: Any = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
     return isinstance(thing, kinds) and not isinstance(thing, random.SystemRandom)
@@ -25,7 +25,7 @@ def seed_everything(seed: int, own: Sequence[Any] = ()) -> None:
 
     Args:
         seed: 63 bits.
-        own: further generators (see `is_generator`), each of which gets a seed of its own.
+        own: further generators (see `is_generator`); each gets its own seed.
     """
     for number, generator in enumerate(own):
         _seed(generator, mix(seed, "own", number))
@@ -33,7 +33,7 @@ def seed_everything(seed: int, own: Sequence[Any] = ()) -> None:
     torch.default_generator.manual_seed(seed)
     devices = _devices()
     if devices is not None:
-        devices.manual_seed_all(seed)  # also for devices that are not in use yet: torch remembers it
+        devices.manual_seed_all(seed)  # includes devices that are not in use yet: torch remembers the seed
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -41,14 +41,14 @@ def seed_everything(seed: int, own: Sequence[Any] = ()) -> None:
 
 
 @contextmanager
-def kept(own: Sequence[Any] = ()) -> Iterator[None]:
-    """Put all generators that `seed_everything` seeds back afterwards; those of devices if they are in use."""
+def preserve_generators(own: Sequence[Any] = ()) -> Iterator[None]:
+    """Restore all generators that `seed_everything` seeds, on exit. Device generators only if the device is in use."""
     numpy: Any = sys.modules.get("numpy")
     common = (random, torch.default_generator, *([numpy.random] if numpy else []))
     restorers = [_restorer(generator) for generator in (*common, *own)]
     devices = _devices()
     if devices is not None and devices.is_initialized():
-        # Not by `torch.random.fork_rng`: that of older versions of torch takes CUDA for every accelerator.
+        # Not `torch.random.fork_rng`: older versions of torch treat every accelerator as CUDA.
         states = map(devices.get_rng_state, range(devices.device_count()))
         restorers += [functools.partial(devices.set_rng_state, state, n) for n, state in enumerate(states)]
     try:
@@ -74,7 +74,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def _restorer(generator: Any) -> Callable[[], None]:
-    """Return what puts a generator, or the module `random` or `numpy.random`, back to where it is now."""
+    """Return a function that restores the current state of a generator, or of the module `random` or `numpy.random`."""
     for get, put in (("getstate", "setstate"), ("get_state", "set_state")):
         if hasattr(generator, get):
             return functools.partial(getattr(generator, put), getattr(generator, get)())

@@ -1,4 +1,4 @@
-"""What the loop needs of its data: how each step is cut into shards, and the batch of each shard."""
+"""The loop's interface to its data: how each step is cut into shards, and the batch of each shard."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,38 +9,38 @@ from fallow.model import Exit, FallowError
 
 
 class Key(NamedTuple):
-    """One shard: epoch of the data, step in that epoch, shard in that step."""
+    """One shard: epoch of the data, step in the epoch, shard in the step."""
 
     epoch: int
     step: int
     shard: int
 
 
-class Reached(NamedTuple):
-    """How far the members are: epoch of the data, finished steps in that epoch."""
+class DataPosition(NamedTuple):
+    """Position of the members: epoch of the data, finished steps in the epoch."""
 
     epoch: int
     step: int
 
 
 Duties = Callable[[int], Sequence[int]]
-"""Shards in a step -> the shards that this member computes."""
+"""Function: number of shards in a step -> the shards that this member computes."""
 
 
 class Source(ABC):
-    """The data of a loop over updates. Which samples a shard has never depends on the membership.
+    """The data of a loop over updates. The samples of a shard never depend on the membership.
 
-    A full shard has `batch_size` samples, a full step `global_batch`, a multiple of that.
+    A full shard has `batch_size` samples. A full step has `global_batch` samples, a multiple of `batch_size`.
     """
 
     steps: int | None = None
-    "optimizer steps in one epoch; None: the source itself knows only when an epoch ends"
+    "optimizer steps in one epoch; None: unknown until the epoch ends"
     samples = -1
-    "in one epoch; 0: it has no epochs; -1: known only as they come, so members may cut a step unlike each other"
+    "samples in one epoch; 0: endless; -1: unknown until read, so members may cut a step differently"
     draws = False
-    "`fetch` draws from the generators that the loop seeds, and has no seeds of its own"
+    "True if `fetch` uses the generators that the loop seeds, and has no seeds of its own"
     processes = 0
-    "loader processes that work in the background; 0: `fetch` itself loads"
+    "number of background loader processes; 0: `fetch` itself loads"
 
     def __init__(self, batch_size: int, global_batch: int) -> None:
         self.batch_size = batch_size
@@ -48,9 +48,9 @@ class Source(ABC):
         self.load_s = 0.0
         "seconds that a loader process took for the last fetched batch"
         self.moved: Callable[[], None] = lambda: None
-        "called whenever a long operation makes progress"
+        "callback for progress of a long operation"
         self.generators: Sequence[Any] = ()
-        "prepared generators, which the data set may hold: seeded together with those of torch, numpy and `random`"
+        "prepared generators, which the data set may use; seeded together with those of torch, numpy and `random`"
 
     @property
     def shards(self) -> int:
@@ -65,7 +65,7 @@ class Source(ABC):
 
     @abstractmethod
     def cut(self, epoch: int, step: int) -> Cut:
-        """Return the shards of a step of an epoch: the same on every member.
+        """Return the shards of a step of an epoch. Equal on every member.
 
         Raises:
             FallowError: there is no such step.
@@ -75,33 +75,31 @@ class Source(ABC):
     def fetch(self, key: Key) -> Any:
         """Return one batch of the step that was cut last.
 
-        The caller seeds all random numbers for the body behind this, and if it `draws`, for the shard before.
+        If `draws`, the caller seeds all generators for the shard before this call. It seeds them for the body after it.
         """
 
     @abstractmethod
-    def example(self, members: Callable[[], Reached]) -> Any:
-        """Return a batch for the rehearsal. `members` tells where the others are by now, as far as is known."""
+    def example(self, members: Callable[[], DataPosition]) -> Any:
+        """Return a batch for the rehearsal. `members` returns the latest known position of the other members."""
 
     def replan(self, at: Key, duties: Duties) -> None:
-        """Take note of what this member will fetch, in order, from `at` on."""
+        """Set the shards that this member will fetch from `at` on, in order."""
         return
 
-    def follow(self, members: Reached) -> bool:
-        """Work usefully while this process waits to become a member. Returns True if there is more to do at once."""
+    def follow(self, members: DataPosition) -> bool:
+        """Read ahead while this process waits to become a member. Returns True if more can be read now."""
         return False
 
 
-class Calls(Source):
-    """A function that makes a batch from random numbers, as nanoGPT's `get_batch` does, in the place of a loader.
+class FunctionSource(Source):
+    """Source of a function that makes random batches, as nanoGPT's `get_batch` does. Endless.
 
-    An endless source: one call of the function is one shard, which counts as one sample.
-
-    The loop seeds torch, numpy and `random` for the shard before it calls `fetch`. So the batch of a shard is a
-    function of (seed, step, shard), on whichever member and however often it is made.
+    One call of the function is one shard, which counts as one sample. The loop seeds torch, numpy and `random` for the
+    shard before it calls `fetch`. So the batch depends only on (seed, step, shard), not on the member.
 
     Args:
-        function: called without arguments; returns a batch, of the same size each time.
-        shards: calls in one step, at least 1.
+        function: called without arguments; returns a batch, always of one size.
+        shards: number of calls in one step, at least 1.
     """
 
     samples = 0
@@ -120,5 +118,5 @@ class Calls(Source):
     def fetch(self, key: Key) -> Any:
         return self._function()
 
-    def example(self, members: Callable[[], Reached]) -> Any:
+    def example(self, members: Callable[[], DataPosition]) -> Any:
         return self._function()

@@ -1,13 +1,13 @@
-"""The elastic loader of a stream: an IterableDataset, whose samples have an order but no numbers.
+"""The elastic loader of an IterableDataset, a stream whose samples have an order but no numbers.
 
-Every member iterates the whole stream, with loader processes of its own, and uses the batches of its own shards: batch
-`step * shards + shard` of an epoch is that shard of that step. All batches of a step are read before the step begins,
-and as many more as tell whether another step follows. They are kept until the step is finished, so that it can be done
-again and divided in another way. A newcomer reads its way to the members' place before it joins.
+Every member reads the whole stream, with its own loader processes, and uses the batches of its own shards: batch
+`step * shards + shard` of an epoch belongs to this step and shard. A member reads all batches of a step before the step
+begins, and enough further batches to know whether another step follows. It keeps them until the step is finished, so
+that the step can be repeated with another division. A new member reads up to the members' position before it joins.
 
-Everything random is seeded from (seed, epoch), so the same stream comes on every member, provided that the data set
-gives the same on every node and does not divide itself by rank. The beginning of each sample's content goes into the
-CRCs that members compare in every step, so a data set that does otherwise is found in its first step.
+All random numbers are seeded from (seed, epoch). So every member reads an equal stream, if the data set yields equal
+samples on every node and does not divide itself by rank. Members compare CRCs of the beginning of each batch's content
+in every step, so a data set that violates this is detected in its first step.
 """
 
 import copy
@@ -28,10 +28,10 @@ from fallow.core.training.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.loader_processes import set_epoch, start_loading
-from fallow.worker.data.source import Key, Reached, Source
+from fallow.worker.data.source import DataPosition, Key, Source
 
 _COMPARED_BYTES = 1024
-"""Bytes of each tensor, array or text of a batch that go into its CRC."""
+"""Number of bytes of each tensor, array or text of a batch that go into the batch's CRC."""
 
 
 class _Batch(NamedTuple):
@@ -43,8 +43,8 @@ class _Batch(NamedTuple):
 class StreamLoader(Source):
     """A loader over an IterableDataset.
 
-    The dataset, collate function and worker settings are those of the script's loader. If the data set has `set_epoch`,
-    it is told the number of the epoch.
+    Uses the dataset, collate function and worker settings of the script's loader. Calls the data set's `set_epoch` if
+    it has one.
 
     Raises:
         FallowError: `global_batch` is not a multiple of the batch size.
@@ -59,9 +59,9 @@ class StreamLoader(Source):
         self._seed = seed
         self._epoch = -1
         self._stream: Iterator[_Batch] | None = None
-        "None: it has ended"
+        "None after the end of the stream"
         self._first_number = 0
-        "number of the first batch that is kept"
+        "number of the first batch in `_batches`"
         self._batches: deque[_Batch] = deque()
 
     def cut(self, epoch: int, step: int) -> Cut:
@@ -70,8 +70,8 @@ class StreamLoader(Source):
         Raises:
             FallowError: the stream has no such step.
         """
-        if self._skip(Reached(epoch, step)):
-            # With drop_last another step comes only if it is a full one.
+        if self._skip(DataPosition(epoch, step)):
+            # With drop_last only a full step follows.
             full = self.shards if self.source.drop_last else 1
             while len(self._batches) < self.shards + full and self._read():
                 pass
@@ -79,9 +79,9 @@ class StreamLoader(Source):
                 batches = list(islice(self._batches, self.shards))
                 sizes = tuple(batch.samples for batch in batches)
                 last = len(self._batches) < self.shards + full
-                # The whole step is in each CRC: members whose streams differ are all told so.
-                known = array("q", [*sizes, last, *(batch.crc for batch in batches)]).tobytes()
-                crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
+                # The CRC of each shard covers the whole step, so that a difference shows on all members.
+                content = array("q", [*sizes, last, *(batch.crc for batch in batches)]).tobytes()
+                crcs = tuple(shard_crc(epoch, step, shard, content) for shard in range(len(sizes)))
                 return Cut(sizes, crcs, last)
         length = self._first_number + len(self._batches)
         if step:
@@ -101,12 +101,12 @@ class StreamLoader(Source):
         """Return one batch of the step that was cut last."""
         number = key.step * self.shards + key.shard - self._first_number
         batch = self._batches[number]
-        # A body may change its batch, and the step may have to be done again.
-        self._batches[number] = batch._replace(data=copied(batch.data))
+        # Keep a copy: a body may change its batch, and the step may have to be repeated.
+        self._batches[number] = batch._replace(data=copy_batch(batch.data))
         return batch.data
 
-    def example(self, members: Callable[[], Reached]) -> Any:
-        """Return the next batch at the members' place. They may advance while this member reads."""
+    def example(self, members: Callable[[], DataPosition]) -> Any:
+        """Return the next batch at the members' position. The members may advance while this member reads."""
         at = members()
         while self._skip(at) and at != (at := members()):
             pass
@@ -115,25 +115,25 @@ class StreamLoader(Source):
             self._open(at.epoch)
             if not self._read():
                 raise FallowError("the DataLoader's stream has no samples: check the dataset", Exit.DATA)
-        return copied(self._batches[0].data)
+        return copy_batch(self._batches[0].data)
 
-    def follow(self, members: Reached) -> bool:
-        """Read past one step's batches, if the members have finished that step."""
+    def follow(self, members: DataPosition) -> bool:
+        """Read past the batches of one step, if the members have finished the step."""
         if self._epoch != members.epoch:
-            return self._skip(Reached(members.epoch, 0))
+            return self._skip(DataPosition(members.epoch, 0))
         if self._stream is None or self._first_number >= members.step * self.shards:
             return False
-        return self._skip(Reached(members.epoch, self._first_number // self.shards + 1))
+        return self._skip(DataPosition(members.epoch, self._first_number // self.shards + 1))
 
-    def _skip(self, to: Reached) -> bool:
-        """Read up to that step and drop the batches before it; return False if the stream ends before it."""
-        wanted = to.step * self.shards
-        if self._epoch != to.epoch or wanted < self._first_number:
+    def _skip(self, to: DataPosition) -> bool:
+        """Read up to a step and drop earlier batches; returns False if the stream ends before the step."""
+        target = to.step * self.shards
+        if self._epoch != to.epoch or target < self._first_number:
             self._open(to.epoch)
-        while self._first_number < wanted and (self._batches or self._read()):
+        while self._first_number < target and (self._batches or self._read()):
             self._batches.popleft()
             self._first_number += 1
-        return self._first_number == wanted
+        return self._first_number == target
 
     def _read(self) -> bool:
         if self._stream is None:
@@ -164,8 +164,8 @@ class StreamLoader(Source):
 
     @contextmanager
     def _seeded(self, batch: int) -> Iterator[None]:
-        """Seed all random numbers of this process, and put the generators back afterwards."""
-        with rng.kept(self.generators):
+        """Seed all generators of this process, and restore them on exit."""
+        with rng.preserve_generators(self.generators):
             rng.seed_everything(mix(self._seed, "stream", self._epoch, batch), self.generators)
             yield
 
@@ -178,7 +178,7 @@ def _collate_batch(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
 def content_crc(batch: Any) -> int:
     """Return the CRC-32 of the beginning of every tensor, array, text and number of a batch.
 
-    Of a tensor that is not on the host only type and shape count: to read it would be to wait for the device.
+    For a tensor on a device only dtype and shape count: reading its values would wait for the device.
     """
     return zlib.crc32(b"".join(map(_beginning, tree_leaves(batch))))
 
@@ -198,24 +198,24 @@ def _beginning(leaf: Any) -> bytes:
         return type(leaf).__qualname__.encode()
 
 
-def copied(batch: Any) -> Any:
-    """Return a copy of a batch, so that a body may change the batch itself.
+def copy_batch(batch: Any) -> Any:
+    """Return a copy of a batch, so that a body may change the original.
 
     Raises:
-        FallowError: something in it cannot be copied.
+        FallowError: an object in the batch cannot be copied.
     """
-    return tree_map(_copied, batch)
+    return tree_map(_copy_leaf, batch)
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # A copy in pageable memory would make copies to a device wait.
+        # A pinned tensor needs a pinned copy: copies to a device from pageable memory block.
         return leaf.clone().pin_memory() if leaf.is_pinned() else leaf.clone()
     try:
         return copy.deepcopy(leaf)
-    except Exception as error:  # whatever a class of the script says
+    except Exception as error:  # a class of the script may raise anything
         raise FallowError(
-            f"a batch holds a {type(leaf).__name__}, which cannot be copied ({error}), though a body may change it and "
-            "have it once more as it was: let collate_fn return tensors, NumPy arrays or plain values",
+            f"a batch contains a {type(leaf).__name__}, which cannot be copied ({error}). Fallow needs a copy to "
+            "repeat a step: let collate_fn return tensors, NumPy arrays or plain values",
             Exit.DATA,
         ) from None

@@ -1,1 +1,1 @@
-"""What a script must not do: found early, refused with what to write instead."""
+"""Detects mistakes of a script early, and raises errors that say what to write instead."""

@@ -1,4 +1,4 @@
-"""What a script must not do to prepared objects, and what members compare in each step."""
+"""Checks of what a script does to prepared objects, and values that members compare in each step."""
 
 import sys
 import zlib
@@ -15,45 +15,45 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.state import as_bytes, device_of, named_parameters
-from fallow.worker.transport.device import capturing, to_host
+from fallow.worker.transport.device import is_capturing, to_host
 
-_its_version = attrgetter("_version")
+_version_of = attrgetter("_version")
 
 _CANARY = 1024
-"""Elements of one parameter that are compared between the members in each step."""
+"""Number of elements of one parameter that members compare in each step."""
 
 _PLAIN = (float, int, bool)
-"""Types of options that are compared as they are; so are tuples of floats."""
+"""Types of options that are compared directly, like tuples of floats."""
 
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 _CALLERS = 6
-"""Frames from an optimizer's hook to `GradScaler.step`, at most: both wrap the step, and a scheduler does."""
+"""Largest number of frames between an optimizer's hook and `GradScaler.step`, with the wrapper of a scheduler."""
 
 
 class Watch:
-    """Looks at what a script does to the prepared objects. One per run."""
+    """Checks the prepared objects of a run at each call and step."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._weights: list[nn.Parameter] = []
         self._known_parameters: list[nn.Parameter] | None = None
-        "all parameters, since the first run.updates call"
+        "all parameters at the first run.updates call; None before it"
         self._unsummed: dict[str, nn.Parameter] = {}
-        "by name: parameters that were frozen when gradients were first summed; they have no place in the sums"
+        "name -> parameter that was frozen at the first run.updates call; its gradients are not summed"
         self._group_sizes: list[int] = []
 
     def begin_call(self) -> None:
-        """A run.updates call begins.
+        """Check the prepared objects at the beginning of a run.updates call.
 
         Raises:
-            FallowError: what was prepared does not fit together, or has changed since the first call; or hooks would be
+            FallowError: prepared objects do not fit together or have changed since the first call, or hooks would be
                 compiled.
         """
         if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
             raise FallowError(
-                "torch._dynamo.config.compiled_autograd is on: it compiles the backward, and in it the hooks that take "
-                "the gradients, which torch cannot: leave it off; torch.compile(model) compiles the backward as well",
+                "torch._dynamo.config.compiled_autograd is on. It compiles the backward with Fallow's gradient hooks, "
+                "which torch cannot compile. Turn it off; torch.compile(model) compiles the backward as well",
                 Exit.DATA,
             )
         first = self._known_parameters is None
@@ -64,15 +64,15 @@ class Watch:
             summed = set(map(id, self._weights))
             self._unsummed = {name: p for name, p in named_parameters(self._prepared.modules) if id(p) not in summed}
             for scaler in (part for thing in self._prepared.others for part in _parts(thing)):
-                # One that has scaled nothing refuses to step, and `continue` may leave out all shards of a first step.
+                # A scaler that has scaled nothing refuses to step, and `continue` may skip all shards of a first step.
                 if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and self._weights:
                     scaler.scale(torch.zeros((), device=self._prepared.device))
 
     def begin_step(self) -> None:
-        """An inner loop begins.
+        """Check the prepared objects at the beginning of an inner loop.
 
         Raises:
-            FallowError: parameters are trained whose gradients are not summed.
+            FallowError: a parameter is trainable now, but its gradients are not summed.
         """
         sizes = [len(group["params"]) for group in self._prepared.groups()]
         if sizes != self._group_sizes:
@@ -88,17 +88,19 @@ class Watch:
             )
 
     def _check_prepared(self) -> None:
-        """Refuse prepared objects that do not fit together, or that have changed since the first call."""
-        now = [parameter for module in self._prepared.modules for parameter in module.parameters()]
-        if self._known_parameters is not None and list(map(id, now)) != list(map(id, self._known_parameters)):
+        """Raise if prepared objects do not fit together or have changed since the first call."""
+        parameters = [parameter for module in self._prepared.modules for parameter in module.parameters()]
+        if self._known_parameters is not None and list(map(id, parameters)) != list(map(id, self._known_parameters)):
             raise FallowError(
                 "the prepared modules have other parameters than in the first run.updates loop: build the whole model "
                 "before run.prepare, members must agree on it",
                 Exit.DATA,
             )
-        inside = set(map(id, now))
-        held = [parameter for group in self._prepared.groups() for parameter in group["params"]]
-        strangers = sum(parameter.requires_grad and id(parameter) not in inside for parameter in held)
+        module_ids = set(map(id, parameters))
+        optimizer_parameters = [parameter for group in self._prepared.groups() for parameter in group["params"]]
+        strangers = sum(
+            parameter.requires_grad and id(parameter) not in module_ids for parameter in optimizer_parameters
+        )
         if strangers:
             raise FallowError(
                 f"a prepared optimizer holds {strangers} parameters that belong to no prepared module, so their "
@@ -114,7 +116,7 @@ class Watch:
                     "not prepared, so a member that joins would not have its state; write run.prepare(..., scheduler)",
                     Exit.DATA,
                 )
-        hooks = [hook for p in now for hook in (p._post_accumulate_grad_hooks or {}).values()]
+        hooks = [hook for p in parameters for hook in (p._post_accumulate_grad_hooks or {}).values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("fallow.worker.reduction") for hook in hooks):
             raise FallowError(
                 "a prepared parameter has a hook of register_post_accumulate_grad_hook, which would see a part of the "
@@ -122,75 +124,75 @@ class Watch:
                 "shard's gradient",
                 Exit.DATA,
             )
-        self._known_parameters = now
+        self._known_parameters = parameters
 
     def steering(self) -> list[Any]:
-        """What an inner loop must leave alone: the sum of the weights' version counters, and the rates."""
-        return [sum(map(_its_version, self._weights)), *self.rates()]
+        """Return values that an inner loop must not change: the sum of the weights' version counters, and `rates`."""
+        return [sum(map(_version_of, self._weights)), *self.rates()]
 
     def start_weight_sample(self, step: int) -> torch.Tensor:
-        """Copy a sample of one parameter, another one in each step, to the host: readable behind the step's wait."""
+        """Copy a sample of one parameter, chosen by the step, to the host. Readable after the step's wait."""
         if not self._weights:
             return torch.empty(0, device="cpu")
         return to_host(self._weights[step % len(self._weights)].detach().reshape(-1)[:_CANARY].contiguous())
 
     def weight_checksum(self, sample: torch.Tensor) -> int:
-        """32 bits of a sample that has come to the host."""
+        """Return the CRC-32 of a sample that has arrived on the host."""
         return zlib.crc32(as_bytes(sample).numpy().data)
 
     def agreement(self, steering: Sequence[Any]) -> int:
-        """32 bits that are the same on all members, if what they did until now to the prepared objects was.
+        """Return a CRC-32 of the settings. Members whose scripts act alike have equal values.
 
         Args:
-            steering: as it is now.
+            steering: current result of `steering`.
         """
         return zlib.crc32(repr(self.settings(steering[1:])).encode())
 
     def settings(self, rates: Sequence[Any]) -> list[Any]:
-        """What the script has set: rates, what is frozen, and what rests. Args: rates: as they are now."""
+        """Return the script's settings: `rates`, what is frozen, and what rests."""
         numbers = [*rates, *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
-            # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
+            # Differing metrics show in the rate only at its next reduction, and never if one member is left by then.
             plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
             numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return numbers
 
     def rates(self) -> list[Any]:
-        """Sizes and plain options of all optimizers' groups. Each step asks several times, and groups may be many."""
+        """Return sizes and plain options of all optimizers' groups. Called several times per step: keep it fast."""
         groups = self._prepared.groups()
-        found: list[Any] = [len(group["params"]) for group in groups]
+        options: list[Any] = [len(group["params"]) for group in groups]
         for value in chain.from_iterable(group.values() for group in groups):
             kind = type(value)
             if kind in _PLAIN or (kind is tuple and all(type(part) is float for part in value)):
-                found.append(value)
+                options.append(value)
             elif kind is not list and value is not None and _is_number(value):
-                found.append(value.item())
-        return found
+                options.append(value.item())
+        return options
 
 
 def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped: Callable[[Any], None]) -> None:
-    """Have each step of an optimizer looked at; `may_step` is asked before one that trains prepared modules.
+    """Register hooks that check each step of an optimizer.
+
+    The script's `step` raises FallowError if the optimizer trains prepared parameters and was not prepared itself, if a
+    scaler that was not prepared makes the step, or if the step is captured in a graph.
 
     Args:
-        prepared: all that the script has prepared, so far and later.
-        may_step: raises if it is no time for a step of the optimizer.
-        has_stepped: told of the optimizer behind it.
-
-    Raises:
-        FallowError: (in the script's `step`) the optimizer holds prepared parameters and was not prepared itself, or
-            a scaler that was not prepared makes the step, or the step is captured in a graph.
+        prepared: all objects that the script prepares, now and later.
+        may_step: called before a step of a prepared optimizer; raises if the step is not allowed now.
+        has_stepped: called after a step of a prepared optimizer.
     """
 
     def check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is known for known in prepared.optimizers):
+        if any(optimizer is candidate for candidate in prepared.optimizers):
             scaler = _calling_scaler()
-            if scaler is not None and not any(scaler is known for thing in prepared.others for known in _parts(thing)):
+            prepared_parts = (part for thing in prepared.others for part in _parts(thing))
+            if scaler is not None and not any(scaler is part for part in prepared_parts):
                 raise FallowError(
                     "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
                     "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
                     Exit.DATA,
                 )
-            if capturing(device_of(optimizer.param_groups[0]["params"][:1])):  # all parameters are on one device
+            if is_capturing(device_of(optimizer.param_groups[0]["params"][:1])):  # all parameters are on one device
                 raise FallowError(
                     "an optimizer's step inside of torch.cuda.graph: a replay would read the gradients of this step, "
                     "where later ones need not be: write the step outside of the graph (fused=True makes it short)",
@@ -198,8 +200,8 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
                 )
             may_step(optimizer)
             return
-        ours = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        prepared_ids = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
+        if any(id(parameter) in prepared_ids for group in optimizer.param_groups for parameter in group["params"]):
             raise FallowError(
                 f"{type(optimizer).__name__} trains a prepared module and was not prepared itself, so a member that "
                 "joins would not have its state; write run.prepare(model, optimizer, ...)",
@@ -207,7 +209,7 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
             )
 
     def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is known for known in prepared.optimizers):
+        if any(optimizer is candidate for candidate in prepared.optimizers):
             has_stepped(optimizer)
 
     register_optimizer_step_pre_hook(check_step)
@@ -215,10 +217,10 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:
-    """The scaler that makes the step at work."""
+    """Return the enabled GradScaler whose `step` calls the current optimizer step, if any."""
     frame = sys._getframe(1)
     for _ in range(_CALLERS):
-        if frame.f_code is _SCALER_STEP:  # what `f_locals` gives takes longer than the rest of the hook
+        if frame.f_code is _SCALER_STEP:  # checked first, since `f_locals` takes longer than the rest of the hook
             scaler: torch.amp.GradScaler = frame.f_locals["self"]
             return scaler if scaler.is_enabled() else None
         frame = frame.f_back or frame
@@ -226,17 +228,17 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
 
 
 def _parts(thing: Any) -> list[Any]:
-    """A prepared object, and what it has in its attributes."""
-    inside = list(getattr(thing, "__dict__", {}).values())
-    inside += [item for value in inside if isinstance(value, list | tuple) for item in value]
-    return [thing, *inside]
+    """Return a prepared object and the values of its attributes."""
+    attributes = list(getattr(thing, "__dict__", {}).values())
+    attributes += [item for value in attributes if isinstance(value, list | tuple) for item in value]
+    return [thing, *attributes]
 
 
 def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """True if a prepared object is a scheduler of the optimizer, or has one in an attribute."""
+    """Return True if a prepared object is a scheduler of the optimizer, or has one in an attribute."""
     return any(getattr(owner, "optimizer", None) is optimizer for owner in _parts(thing))
 
 
 def _is_number(value: Any) -> bool:
-    """A learning rate in a tensor, where it can be read without waiting for an accelerator."""
+    """Return True for a one-element host tensor, such as a learning rate. Reading it waits for no device."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"

@@ -1,1 +1,1 @@
-"""The state of a run and its way to those who have not got it."""
+"""Sends the state of a run to members that lack it. Start with `transfer`."""

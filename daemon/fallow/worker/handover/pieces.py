@@ -1,9 +1,9 @@
-"""A list of tensors cut into equal pieces, and one piece on its way from one member to another.
+"""Cuts a list of tensors into equal pieces, and sends one piece from one member to another.
 
-Both ends cut the same list of sizes, so a piece needs no description. It travels in chunks, each with a sum behind it.
-Bytes on the host are sent from live memory and received into it. Bytes on a device pass a ring of two pinned buffers:
-one is filled while the other is sent, or received while the other is emptied. The thread that sends or receives is on a
-side stream of its own (see `device.side_stream`).
+Both ends cut the same list of sizes, so a piece needs no description. A piece travels in chunks, each followed by a
+checksum. Host tensors are sent from live memory and received into live memory. Device tensors pass a ring of two
+pinned buffers: the thread fills one while it sends the other, or receives into one while the other is emptied. Each
+thread works on its own side stream (see `device.side_stream`).
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from fallow.worker.transport import device
 from fallow.worker.transport.stream import receive_into, send_all
 
 CHUNK = 1 << 20
-"""Bytes under one sum: small enough to be in the cache still when they are summed."""
+"""Bytes per checksum: few enough to be still in the processor's cache when the checksum is computed."""
 
 _BUFFERS = 128
-"""Tensors in one chunk at most; the kernel takes 1024 buffers in one call."""
+"""Largest number of tensors in one chunk; the kernel accepts 1024 buffers per call."""
 
 _WORDS = 8
-"""Pieces begin at multiples of so many 8-byte words."""
+"""Alignment of pieces, in 8-byte words."""
 
 
 class Damaged(FallowError):
-    """What arrived is not what was sent."""
+    """The received bytes do not match their checksum."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -42,29 +42,29 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def to_host(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Generator[list[Bytes]]:
-    """The bytes of a piece's chunks on the host, each until the next one is asked for."""
+    """Yield the bytes of a piece's chunks on the host. Each is valid until the next one is requested."""
     where, chunks = device_of(memory), cut(memory, number, pieces)
     if not device.asynchronous(where):
         yield from ([part.numpy() for part in chunk] for chunk in chunks)
         return
-    ahead: tuple[torch.Tensor, torch.Event | None] | None = None
+    pending: tuple[torch.Tensor, torch.Event | None] | None = None
     try:
         for buffer, chunk in _ring(chunks):
             for view, part in _views(buffer, chunk):
                 view.copy_(part, non_blocking=True)
-            ready, ahead = ahead, (buffer, device.event(where))
+            ready, pending = pending, (buffer, device.event(where))
             if ready is not None:
                 device.wait(ready[1])
                 yield [ready[0].numpy()]
-        if ahead is not None:
-            device.wait(ahead[1])
-            yield [ahead[0].numpy()]
+        if pending is not None:
+            device.wait(pending[1])
+            yield [pending[0].numpy()]
     finally:
-        device.wait(device.event(where))  # nothing writes to the buffers any more
+        device.wait(device.event(where))  # until no copy writes to the buffers
 
 
 def from_host(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Generator[list[Bytes]]:
-    """Memory on the host for the bytes of a piece's chunks, which are taken to it when the next one is asked for."""
+    """Yield host memory for the bytes of a piece's chunks. The bytes are copied when the next one is requested."""
     where, chunks = device_of(memory), cut(memory, number, pieces)
     if not device.asynchronous(where):
         yield from ([part.numpy() for part in chunk] for chunk in chunks)
@@ -82,41 +82,41 @@ def from_host(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Gener
 
 
 def _ring(chunks: Iterator[list[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each chunk with one of two pinned buffers, cut to its length."""
+    """Yield each chunk with one of two pinned buffers, cut to the chunk's length."""
     buffers = torch.empty(2, CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
     for number, chunk in enumerate(chunks):
         yield buffers[number % 2][: sum(part.numel() for part in chunk)], chunk
 
 
 def _views(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The chunk's parts, each with its part of a buffer."""
+    """Pair the chunk's parts with views of the buffer."""
     return zip(buffer.split_with_sizes([part.numel() for part in chunk]), chunk, strict=True)
 
 
-def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int) -> None:
+def send_piece(connection: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int) -> None:
     """Send piece `number` of `pieces` equal ones.
 
     Args:
-        line: to the receiver.
+        connection: to the receiver.
         memory: flat uint8 tensors, on the host or a device.
-        number: of the piece, from 0.
-        pieces: how many there are.
+        number: 0-based number of the piece.
+        pieces: number of pieces.
 
     Raises:
-        OSError: the line broke.
+        OSError: the connection broke.
     """
     with contextlib.closing(to_host(memory, number, pieces)) as chunks:
         for chunk in chunks:
-            send_all(line, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
+            send_all(connection, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
 
 
 def receive_piece(
-    line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int, moved: Callable[[], None]
+    connection: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int, moved: Callable[[], None]
 ) -> int:
     """The other end of `send_piece`; returns the piece's bytes, and calls `moved` whenever something has come.
 
     Raises:
-        OSError: the line broke.
+        OSError: the connection broke.
         Damaged: what arrived is not what was sent.
     """
     total, damaged = 0, False
@@ -124,7 +124,7 @@ def receive_piece(
         for places in chunks:
             total += sum(place.size for place in places)
             expected = bytearray(8)
-            receive_into(line, [*(place.data for place in places), memoryview(expected)], moved)
+            receive_into(connection, [*(place.data for place in places), memoryview(expected)], moved)
             damaged = damaged or int.from_bytes(expected, "little") != checksum(*places)
     if damaged:
         raise Damaged
@@ -132,7 +132,7 @@ def receive_piece(
 
 
 def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[list[torch.Tensor]]:
-    """The chunks, at most `CHUNK` bytes each, of one of several pieces of about the same length."""
+    """Yield the chunks of one of `pieces` nearly equal pieces. A chunk has at most `CHUNK` bytes."""
     step = 8 * _WORDS
     words = sum(-(-flat.numel() // step) for flat in memory)
     first, end = words * number // pieces * step, words * (number + 1) // pieces * step
@@ -154,7 +154,7 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
 
 
 def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of a device's tensors as they are now, in one block of plain memory of the host. Waits for the device."""
+    """Copy a device's tensors to one block of pageable host memory. Waits for the device."""
     copies = room([spec_of(tensor) for tensor in tensors])
     memory, targets = [as_bytes(tensor) for tensor in tensors], [as_bytes(copy) for copy in copies]
     with contextlib.closing(to_host(memory, 0, 1)) as chunks:

@@ -1,7 +1,7 @@
-"""The whole state as one tree, and copies of it in plain memory of the host.
+"""The whole state as one tree, and copies of the state in pageable host memory.
 
-Copies are made and put back between steps, where nobody waits for this worker's device, so they may make the host wait
-for it. Pinned memory for a whole state would take long to get and stay with the process.
+Copies are made and restored between steps, when no member waits for this worker. So they may block the host. Pinned
+memory for a whole state would take long to allocate and would stay with the process.
 """
 
 from collections.abc import Collection, Sequence, Set
@@ -15,7 +15,7 @@ from fallow.worker.prepared.objects import Prepared
 
 
 def export_state(prepared: Prepared, plain: dict[str, Any], *, modes: Collection[str] = KINDS) -> dict[str, Any]:
-    """All that a newcomer needs but for extra state; tensors are the live ones, those of modules come first."""
+    """Return the state for a new member, without extra state. Tensors are live; those of modules come first."""
     return {"objects": prepared.export(), "plain": plain, "modes": prepared.modes.export(modes)}
 
 
@@ -24,14 +24,14 @@ def load_state(prepared: Prepared, tree: dict[str, Any], received: Set[int] = fr
 
     Args:
         prepared: the live objects.
-        tree: as `export_state` made it; "extra", if it is there, is extra state of modules by name.
+        tree: result of `export_state`; an optional entry "extra" holds extra state of modules by name.
         received: see `Prepared.load`.
 
     Returns:
         The plain values that belong to the state.
 
     Raises:
-        FallowError: it does not fit.
+        FallowError: the tree does not fit the objects.
     """
     prepared.load(tree["objects"], received)
     if tree["modes"] is not None:
@@ -43,39 +43,39 @@ def load_state(prepared: Prepared, tree: dict[str, Any], received: Set[int] = fr
 
 
 def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
-    """Do as `load_state`, with tensors that are all on the host: each goes to where the live one in its place is.
+    """Load a state whose tensors are all on the host: each tensor goes to the device of its live counterpart.
 
     Raises:
-        FallowError: it does not fit.
+        FallowError: the tree does not fit the objects.
     """
     saved, live = state.encode(tree, "state"), _encode(prepared)
-    # Tensors of modules come first, and are copied to where they belong.
+    # Tensors of modules come first: `load_state` copies them into the live tensors.
     return load_state(prepared, state.placed(saved, live, len(prepared.weights())))
 
 
 class Snapshot:
-    """Copies of all that was prepared, made when this returns: from before a rehearsal, or before a catch-up."""
+    """A copy of everything prepared, taken by the constructor. Used before a rehearsal or a catch-up."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         encoded = _encode(prepared)
         weights = len(prepared.weights())
         self._tree = encoded.tree
-        # Weights have a block of memory of their own, which is free after `restore`: nobody takes their copies over.
+        # Copies of weights are in a separate block, which is freed after `restore`: no optimizer adopts them.
         self._copies = _copies(encoded.tensors[:weights]) + _copies(encoded.tensors[weights:])
 
     def restore(self) -> None:
-        """Put everything back as it was. Once: the optimizers take the copies over.
+        """Restore everything. Works once, since the optimizers adopt the copies.
 
         Raises:
-            FallowError: the script has since changed what was prepared so that the copies do not fit.
+            FallowError: the script has since changed prepared objects so that the copies do not fit.
         """
         copies, self._copies = self._copies, []
         load_from_host(self._prepared, state.decode(self._tree, copies))
 
 
 def _encode(prepared: Prepared) -> state.Encoded:
-    """The live state; tensors of modules come first."""
+    """Encode the live state; tensors of modules come first."""
     return state.encode({**export_state(prepared, {}), "extra": read_extra(prepared.modules)}, "run")
 
 

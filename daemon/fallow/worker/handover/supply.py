@@ -1,15 +1,17 @@
-"""A donor's end of the hand-over: what a newcomer must have first, and what may come behind.
+"""The donor's end of a state transfer. The state travels in three parts, one after the other on each connection:
 
-Three parts come one after the other on each line. *Early*: buffers, small tensors and everything that is no tensor;
-donors wait in the pause until it has arrived. *Middle*: large parameters, which nothing but a prepared optimizer
-changes; the receiver waits for them before its first forward, while the donors are at work. *Late*: large tensors of
-plain optimizers, which arrive during the receiver's first forward and backward. Each receiver takes an equal piece of
-every part from several donors at once. What arrives damaged breaks the group, and the receiver ends.
+- *Early*: buffers, small tensors and everything that is no tensor. Donors pause until this part has arrived.
+- *Middle*: large parameters that only a prepared optimizer changes. The donors compute meanwhile. The receiver waits
+  for this part before its first forward.
+- *Late*: large tensors of plain optimizers. They arrive during the receiver's first forward and backward.
 
-Donors send from live memory: it stays as it is until every receiver has everything, since a receiver tells that it has
-the step's sums only then, and no optimizer acts before all members have told that. A script that writes to weights
-before, by hand, tears what is sent. The receiver notices by the weights' fingerprint, and the next generation sends
-the middle part early; see `Standing.whole`.
+Each receiver takes equal pieces of every part from several donors at once. Damaged data breaks the group and ends the
+receiver.
+
+Donors send from live memory. No optimizer acts before all members confirm the step's sums, and a receiver confirms only
+after it has the whole state. So the memory does not change unless the script writes to weights by hand. The receiver
+detects this by the fingerprint of the weights. The next generation then sends all weights early; see
+`StateStatus.weights_in_pause`.
 """
 
 import socket
@@ -28,47 +30,55 @@ from fallow.worker.transport.group import Group
 from fallow.worker.transport.stream import receive
 from fallow.worker.transport.waits import Interrupted
 
-EARLY, MIDDLE, LATE = PARTS = range(3)
+EARLY_PART, MIDDLE_PART, LATE_PART = PARTS = range(3)
 
 _LARGE = 1 << 16
-"""Bytes from which on a tensor need not come early."""
+"""Smallest size, in bytes, of a tensor in the middle or late part."""
 
 ASK = struct.Struct("<II")
-"""Number of the piece, and of how many."""
+"""Receiver's request: number of the piece, number of pieces."""
 
 HEAD = struct.Struct("<QQQQ")
-"""Length and sum of the outline, and of the extra state; both follow on the first line only."""
+"""Donor's answer: length and checksum of the outline, length and checksum of the extra state. Outline and extra state
+follow only on the connection for piece 0."""
 
-DONE = b"\x01"
-"""From the receiver, after the texts and after each part: it is here."""
+RECEIPT = b"\x01"
+"""Receiver's confirmation, after outline and extra state, and after each part."""
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
-    """The state without its tensors' bytes; the same on all donors."""
+    """The state without the bytes of its tensors; equal on all donors."""
 
     tree: bytes
     tensors: list[TensorSpec]
     parts: list[list[int]]
-    "numbers of the tensors that come in each part"
+    "numbers of the tensors in each part"
 
 
 class Supply:
-    """Hands pieces of this member's state to those who ask: so many `pieces`.
+    """Sends pieces of this member's state on request.
 
-    `encoded` is the whole state; the modules' tensors come first. `extra` is extra state of modules; a receiver takes
-    that of its first donor. `whole`: there is no middle part, all weights come early; the same on all members.
+    Args:
+        group: the new generation's group.
+        prepared: live objects.
+        encoded: the whole state; tensors of modules come first.
+        extra: extra state of modules; a receiver takes that of its first donor.
+        pieces: number of pieces that receivers will request here.
+        weights_in_pause: send all weights in the early part, without a middle part; equal on all members.
     """
 
     def __init__(
-        self, group: Group, prepared: Prepared, encoded: Encoded, extra: bytes, pieces: int, *, whole: bool
+        self, group: Group, prepared: Prepared, encoded: Encoded, extra: bytes, pieces: int, *, weights_in_pause: bool
     ) -> None:
         specs = encoded.specs
-        middle = set() if whole else prepared.trained_weights()
+        middle = set() if weights_in_pause else prepared.trained_weights()
         plain = prepared.plain_optimizers()
-        late = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
+        late_numbers = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
         parts: list[list[int]] = [[] for _ in PARTS]
         for n, spec in enumerate(specs):
-            part = EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
+            part = EARLY_PART
+            if spec.nbytes >= _LARGE:
+                part = MIDDLE_PART if n in middle else LATE_PART if n in late_numbers else EARLY_PART
             parts[part].append(n)
         outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)
         text = msgspec.msgpack.encode(outline)
@@ -80,28 +90,28 @@ class Supply:
         self._group = group
         self._changed = threading.Condition()
         self._open = [pieces for _ in PARTS]
-        "pieces that have not arrived, by part"
+        "number of unconfirmed pieces, by part"
         group.streams.serve(self._serve)
 
-    def _serve(self, line: socket.socket) -> None:
-        number, pieces = ASK.unpack(receive(line, ASK.size))
+    def _serve(self, connection: socket.socket) -> None:
+        number, pieces = ASK.unpack(receive(connection, ASK.size))
         try:
-            line.sendall(self._head)
+            connection.sendall(self._head)
             if number == 0:
-                line.sendall(self._text)
-                receive(line, len(DONE))
+                connection.sendall(self._text)
+                receive(connection, len(RECEIPT))
             device.enter(self._device)
             with device.side_stream(self._device, self._ready):
                 for part in PARTS:
-                    send_piece(line, self._memory[part], number, pieces)
-                    receive(line, len(DONE))
+                    send_piece(connection, self._memory[part], number, pieces)
+                    receive(connection, len(RECEIPT))
                     with self._changed:
                         self._open[part] -= 1
-                        if not self._open[LATE]:
-                            self._memory = []  # copies, where the state has gaps in memory
+                        if not self._open[LATE_PART]:
+                            self._memory = []  # may hold copies, of tensors that are not contiguous
                             self._group.streams.serve(None)
                         self._changed.notify_all()
-        except Exception as error:  # whatever it is, the training thread must hear of it
+        except Exception as error:  # the training thread must learn of any error
             self._group.interrupt(f"state for another member could not be sent: {error}")
 
     def _wake(self) -> None:
@@ -109,7 +119,7 @@ class Supply:
             self._changed.notify_all()
 
     def wait(self, part: int) -> None:
-        """Wait until everybody who takes from here has this part, and those in front of it. Raises Interrupted."""
+        """Wait until all receivers have this part and the earlier parts. Raises Interrupted."""
         with self._group.waits(self._wake), self._changed:
             self._changed.wait_for(lambda: not self._open[part] or self._group.broken is not None)
             if self._open[part]:
@@ -117,5 +127,5 @@ class Supply:
 
 
 def _is_late(path: Path, plain: Set[int]) -> bool:
-    """True for a tensor in the state of an optimizer that takes tensors over as they are."""
+    """Return True for a tensor in the state of a plain optimizer, which adopts tensors without a copy."""
     return path[:2] == ["objects", "optimizers"] and path[3] == "state" and path[2] in plain

@@ -145,7 +145,7 @@ class Ranks(NamedTuple):
 
 def ranked(openings: Sequence[Opening]) -> Ranks:
     """Tell how far the members are; all tell the same."""
-    holders = [rank for rank, one in enumerate(openings) if one.standing == HOLDS]
+    holders = [rank for rank, one in enumerate(openings) if one.state_status == HOLDS]
     if not holders:
         return Ranks([], [], [], [])
     op = max(openings[rank].op for rank in holders)
@@ -157,7 +157,7 @@ def ranked(openings: Sequence[Opening]) -> Ranks:
         if not one.since or rank in newest or is_there:
             continue
         joint = one.op == op - 1 and one.kind in JOINT
-        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
+        if one.state_status == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
             found.behind.append(rank)
         elif joint:
             found.late.append(rank)

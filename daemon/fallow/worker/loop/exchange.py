@@ -68,14 +68,14 @@ class Opening(NamedTuple):
     "1: in a run.mean or run.barrier, or inside of an update behind the place where newcomers begin it"
     ended: int
     "1: its script is over"
-    standing: int
-    "what its state is worth, see `Standing`"
+    state_status: int
+    "`StateStatus.value` of the member"
     sums_of: int
     "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
     concluded: int
     "generation + 1 in which the last operation was concluded; 0: there was none"
     whole: int
-    "1: state must be handed over while nobody computes, see `Standing`"
+    "1: state must be handed over while nobody computes, see `StateStatus`"
     since: int
     "generation in which it became a member"
     fingerprint: int

@@ -12,7 +12,7 @@ from fallow.core.membership.messages import Plan, Problem, Switch
 from fallow.core.training.shards import Division
 from fallow.model import FallowError, Parts
 from fallow.worker.checkpoint.restore import load_newest
-from fallow.worker.data.ledger import LEAVING_S, Start
+from fallow.worker.data.ledger import LEAVE_PATIENCE_S, Start
 from fallow.worker.loop.member import Member
 from fallow.worker.session.orders import Dismissed, exit_code
 from fallow.worker.session.status import Voice
@@ -95,7 +95,7 @@ class Generations:
             self._report_break()
         group.node.leave()
         if group.broken is not None and group.generation and member.saver is not None:
-            member.saver.lost()
+            member.saver.note_member_loss()
         self.due = 0
         try:
             upcoming = session.await_commit(self._wait, lambda planned: is_asking and self._answers(planned))
@@ -109,10 +109,10 @@ class Generations:
             self._leave(upcoming)
         self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
         member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
-        member.standing.give_up()
+        member.state_status.give_up()
         self._is_forgotten = not upcoming.counts(session.computed)
         if self._is_forgotten:
-            member.standing.drop(is_first=not member.place.position.op)
+            member.state_status.drop(is_first=not member.place.position.op)
             session.say(has_state=False)
 
     def hear(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
@@ -159,7 +159,7 @@ class Generations:
         member, and would do once more what the other one has begun to do.
         """
         member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
-        if outcome is None or session is None or not member.standing.holds:
+        if outcome is None or session is None or not member.state_status.has_state:
             return False
         is_answer = outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
         return is_answer and upcoming.counts(session.computed)
@@ -227,7 +227,7 @@ class Generations:
         """Say that this worker computes in the new generation, once its first batch is here."""
         arrival, self._unreported = self._unreported, None
         member, now = self._member, time.monotonic()
-        intake, member.standing.latest = member.standing.latest, None  # it may hold a whole state
+        intake, member.state_status.latest = member.state_status.latest, None  # it may hold a whole state
         if arrival is None:
             return
         newcomer = member.place.since == arrival.generation
@@ -257,7 +257,7 @@ class Generations:
         if member.saver is not None and member.place.joined:
             at = member.place.position
             # Where the group broke behind an inner loop, the optimizer may have made a step that is not counted yet.
-            if upcoming.plan.suspends and member.standing.holds and member.recorded_step != at.step:
+            if upcoming.plan.suspends and member.state_status.has_state and member.recorded_step != at.step:
                 member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
             else:
                 member.saver.finish()
@@ -274,7 +274,7 @@ class Generations:
         """
         member, session = self._member, self._member.session
         assert session is not None
-        member.ledger.flush(LEAVING_S)
+        member.ledger.flush(LEAVE_PATIENCE_S)
         session.leave(member.group.generation, left or member.group.generation)
         self.released = True
         raise Released

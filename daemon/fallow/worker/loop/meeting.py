@@ -78,7 +78,7 @@ class Meeting:
         if self._exchange is not None:
             return
         member, fresh = self._member, self._generations.fresh
-        standing, place, prepared = member.standing, member.place, member.prepared
+        state_status, place, prepared = member.state_status, member.place, member.prepared
         frozen, resting = prepared.modes.fingerprints() if fresh else (0, 0)
         mine = Opening(
             generation=member.group.generation,
@@ -87,12 +87,12 @@ class Meeting:
             step=place.position.step,
             bars_newcomers=bars_newcomers,
             ended=ended,
-            standing=standing.value,
+            state_status=state_status.value,
             sums_of=sums_of,
             concluded=place.position.concluded,
-            whole=standing.whole,
+            whole=state_status.weights_in_pause,
             since=place.since,
-            fingerprint=fingerprint(prepared.weights()) if fresh and standing.holds else 0,
+            fingerprint=fingerprint(prepared.weights()) if fresh and state_status.has_state else 0,
             frozen=frozen,
             resting=resting,
             pace=member.pace.value,
@@ -181,7 +181,7 @@ class Meeting:
                     continue  # this member opens the next operation when it comes to it
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
-                if kind in JOINT and not member.standing.settle():
+                if kind in JOINT and not member.state_status.settle():
                     continue
                 where = self._where(openings, ranks)
                 if ranks.late or where is Kind.STEP:
@@ -206,7 +206,7 @@ class Meeting:
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
         """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
-        member, group, standing = self._member, self._member.group, self._member.standing
+        member, group, state_status = self._member, self._member.group, self._member.state_status
         for rank, one in enumerate(openings):
             if one.generation != group.generation:
                 raise FallowError(
@@ -220,13 +220,13 @@ class Meeting:
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
-        able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
-        standing.whole = any(one.whole for one in openings)
+        able = [rank for rank, one in enumerate(openings) if usable or one.state_status != TORN]
+        state_status.weights_in_pause = any(one.whole for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
-            begun=bool(holders),
-            whole=standing.whole or not holders or bool(healed) or bool(ranks.stale),
+            has_begun=bool(holders),
+            weights_in_pause=state_status.weights_in_pause or not holders or bool(healed) or bool(ranks.stale),
             modes=[kind for kind in KINDS if len({getattr(openings[rank], kind) for rank in donors}) == 1],
         )
         if not holders and group.rank == donors[0]:
@@ -234,7 +234,7 @@ class Meeting:
             if saved is not None:
                 self.load(saved)
         given = transfer(
-            group, member.prepared, standing, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
+            group, member.prepared, state_status, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
         )
         if given is not None:
             self._take_plain(given)
@@ -254,13 +254,13 @@ class Meeting:
         if not holders and self._generations.plan.checkpoints:
             return [0], []
         if not holders:
-            if self._member.standing.value == TORN:
+            if self._member.state_status.value == TORN:
                 raise FallowError(
                     "every member that had the state is gone, and this one had not received all of it yet; "
                     "the run goes on from its newest checkpoint",
                     Exit.TEMPFAIL,
                 )
-            return [next(rank for rank, one in enumerate(openings) if one.standing == FRESH)], []
+            return [next(rank for rank, one in enumerate(openings) if one.state_status == FRESH)], []
         most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
         if len(most) <= len(others) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
@@ -309,7 +309,7 @@ class Meeting:
         except Answered as answered:
             met = Met(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:
-            if others.agreed <= begun or not self._member.standing.holds:
+            if others.agreed <= begun or not self._member.state_status.has_state:
                 raise
             met = Met(kind, _ANSWER.pack(others.answer))
         finally:

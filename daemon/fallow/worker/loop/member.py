@@ -10,8 +10,8 @@ from fallow.core.training.shards import Division, Duty, duties, mix
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.data import rng
 from fallow.worker.data.ledger import Ledger
-from fallow.worker.data.source import Key, Reached, Source
-from fallow.worker.handover.transfer import Standing
+from fallow.worker.data.source import DataPosition, Key, Source
+from fallow.worker.handover.transfer import StateStatus
 from fallow.worker.loop.pace import Pace
 from fallow.worker.loop.place import Place
 from fallow.worker.prepared.objects import Prepared
@@ -34,7 +34,7 @@ class Member:
         self.place = Place(in_sync=session is None)
         self.division = Division((0.0,) * self.group.size)
         "of a step's shards among the members: the same on all of them"
-        self.standing = Standing()
+        self.state_status = StateStatus()
         self.source: Source | None = None
         "of the run.updates call at work"
         self.saver = Saver(session) if session is not None else None
@@ -99,12 +99,12 @@ class Member:
             self.source.replan(wanted, lambda shards: [duty.shard for duty in self.duties(shards)])
             self.progress.tell(shards=self.division.shares(self.source.shards)[self.group.rank])
 
-    def reached(self) -> Reached:
+    def reached(self) -> DataPosition:
         """Where the members are; for a newcomer, as far as it has heard of them."""
         at = self.place.position
         if self.place.joined or self.session is None:
-            return Reached(at.data_epoch, at.index)
-        return Reached(*self.session.news.newest.reached)
+            return DataPosition(at.data_epoch, at.index)
+        return DataPosition(*self.session.news.newest.reached)
 
     def follow(self) -> bool:
         """While there is no place yet: read what the members have read, see `Source.follow`."""

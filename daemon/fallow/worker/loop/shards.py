@@ -14,7 +14,7 @@ from fallow.core.training.shards import Duty
 from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import Fed
 from fallow.worker.data.source import Key
-from fallow.worker.data.stream_loader import copied
+from fallow.worker.data.stream_loader import copy_batch
 from fallow.worker.loop.agreement import check_parts
 from fallow.worker.loop.exchange import Figures, Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.reduction.buckets import Sums
@@ -211,11 +211,11 @@ class Shards(InnerLoop):
         """The shard's batch; where the step has phases each gets a copy of its own to work on."""
         kept = self._update.batches
         if key.shard in kept:
-            return copied(kept[key.shard])
+            return copy_batch(kept[key.shard])
         batch = self._source.fetch(key)
         self._member.pace.loaded(self._source.load_s, self._source.processes)
         if self.phase:
-            kept[key.shard] = copied(batch)
+            kept[key.shard] = copy_batch(batch)
         return batch
 
     def _record(self, shard: int) -> None:
@@ -257,7 +257,7 @@ class Shards(InnerLoop):
 
         def tell(sums: Sums) -> Sums:
             # Nobody acts before it has heard this member, whose state and records are complete by then.
-            if not member.standing.complete():
+            if not member.state_status.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
             own = encode(self._part(attempt, sums))
@@ -275,7 +275,7 @@ class Shards(InnerLoop):
             samples=attempt.samples,
             crc=attempt.crc,
             switch=member.session.orders.switch_offered if member.session is not None else 0,
-            checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
+            checkpoint=member.saver.vote(member.group.size) if member.saver is not None else 0.0,
             checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
             weight_checksum=self._loop.watch.weight_checksum(attempt.weight_sample),
@@ -297,7 +297,7 @@ class Shards(InnerLoop):
             self._attempt = None
             return
         member.buffers.settle()
-        member.standing.settle()  # others told that they have what they took from here
+        member.state_status.settle()  # others told that they have what they took from here
         at.finish_operation(encode(outcome), generation)
         at.acts = 0
         self._loop.meeting.forget()

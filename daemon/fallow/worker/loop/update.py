@@ -170,7 +170,7 @@ class Update:
             return
         if outcome.checkpoint and member.saver is not None:
             asked = outcome.checkpoints_asked
-            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, asked=asked)
+            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, requests=asked)
             if member.saver.leaves_alone:
                 member.saver.finish()
                 generations.depart()

@@ -204,14 +204,14 @@ class Loop:
         try:
             before = Snapshot(member.prepared)
             try:
-                with rng.kept():
+                with rng.preserve_generators():
                     yield update
             finally:
                 before.restore()
                 for _, parameter in member.prepared.parameters():
                     parameter.grad = None
                 if member.saver is not None:
-                    member.saver.asked = False
+                    member.saver.is_requested = False
             self._check_whole(update)
         finally:
             self.rehearsing, self.update = False, None
@@ -239,7 +239,7 @@ class Loop:
     def _settle(self, call: int | None) -> None:
         """The members are past this call: what is done on the way to them must not change the state."""
         self.generations.report_arrival()
-        while not self.member.standing.settle():
+        while not self.member.state_status.settle():
             self.meeting.join()
         if self.member.place.ends_call_with_members(call):
             self._catch_up.put_back()

@@ -31,7 +31,7 @@ from fallow.worker.reduction.buckets import (
     unused_sums,
 )
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.transport.device import HOST, asynchronous, capturing, current_stream
+from fallow.worker.transport.device import HOST, asynchronous, current_stream, is_capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
@@ -335,7 +335,7 @@ class Reduction:
 
     def _begin_backward(self, body: _Body, index: int) -> bool:
         """Call for the first gradient of a backward; False if the body does not take gradients."""
-        if capturing(self._device):
+        if is_capturing(self._device):
             self._mistake = self._mistake or FallowError(_CAPTURED, Exit.DATA)
             return False
         if not self._takes_gradients:

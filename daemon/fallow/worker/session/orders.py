@@ -62,7 +62,7 @@ class Orders:
             # A plan that is over by now says nothing of one that is committed.
             self.upcoming = known if plan is None and order.committed == known.generation else None
         if self.upcoming is not None:
-            self.upcoming.committed = order.committed == self.upcoming.generation
+            self.upcoming.is_committed = order.committed == self.upcoming.generation
             self.upcoming.state_since = order.state_since
         needed = {order.committed, plan.generation if plan is not None else 0}
         self._lists = {generation: peers for generation, peers in self._lists.items() if generation in needed}
@@ -89,12 +89,12 @@ class Orders:
     def switch_offered(self) -> int:
         """Number of the next generation once it is committed and its group stands here; 0: there is none."""
         upcoming = self.upcoming
-        return upcoming.generation if upcoming and upcoming.committed and upcoming.standing else 0
+        return upcoming.generation if upcoming and upcoming.is_committed and upcoming.is_ready else 0
 
     @property
     def prepared(self) -> int:
         """Newest generation whose group stands."""
-        return self.upcoming.generation if self.upcoming is not None and self.upcoming.standing else self.taken
+        return self.upcoming.generation if self.upcoming is not None and self.upcoming.is_ready else self.taken
 
     @property
     def superseded(self) -> bool:

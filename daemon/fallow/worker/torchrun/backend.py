@@ -1,11 +1,11 @@
-"""The rendezvous backend `fallow` of torchrun: scripts that know nothing of Fallow, restarted with each generation.
+"""The rendezvous backend `fallow` of torchrun, for scripts without Fallow: each generation restarts the script.
 
-What the head takes for a worker is torchrun's agent. It votes for a generation at once, since there is no group of ours
-to build, and stops its script only when the generation is committed or the old one has lost a member.
+To the head, torchrun's agent is a worker. It votes for a generation at once, since it builds no group. It stops its
+script only when the generation is committed or the old generation has lost a member.
 
-The scripts meet in a TCPStore, as under any torchrun, and so do torchrun's agents. It is torch's own and has no
-authentication, so it listens on the first member's cluster address alone, for as long as its generation lives. Where
-that is, the agents learn through the head.
+The scripts and torchrun's agents meet in torch's TCPStore, as under any torchrun. TCPStore has no authentication. So it
+listens only on the first member's cluster address, and only while its generation lives. The agents learn its address
+through the head.
 """
 
 import os
@@ -36,52 +36,52 @@ from fallow.worker.session.session import Session
 from fallow.worker.transport.build import Upcoming
 
 RESTART = "FALLOW_RESTART"
-"""Environment variable of scripts that are restarted."""
+"""Environment variable that marks scripts which Fallow restarts."""
 
 MEET_S = 60.0
-"""The members of a generation have stopped their old scripts by then, which torchrun lets them have 30 s for."""
+"""Seconds for the members of a generation to meet. They stop their old scripts first; torchrun allows 30 s for this."""
 
 _LOOK_S = 0.2
-"""A wait looks so often whether its generation is over."""
+"""Seconds between checks whether the generation is over."""
 
 _STORE_LOOK_S = 1.0
-"""A wait for the agents' store looks so often."""
+"""Seconds between checks in a wait for the agents' store."""
 
-_LOST_S = 0.1
-"""The member that has the store is gone: the head will say what comes next."""
+_STORE_RETRY_S = 0.1
+"""Seconds between attempts if the member with the store is lost, until the head starts another generation."""
 
 _PATIENCE_S = 300.0
-"""Torch's own."""
+"""Default timeout of a store; torch's value."""
 
 _SCRIPT_ENDED = "torchelastic/agent/terminal_state"
-"""Beginning of what torchrun's agent writes into its store when its script has ended well, and then alone."""
+"""Prefix of the key that torchrun's agent writes only after its script has ended well."""
 
 _CONNECT_S = 10.0
-"""The first member listens already when the others hear of it."""
+"""Timeout for connecting to the store. The first member listens before the others learn its address."""
 
 _MEETING = "at"
-"""The gather of all members' addresses."""
+"""Key of the gather of all members' addresses."""
 
-_DONE = b"done"
-"""In the place of an address: this member's script has ended, the others do without it."""
+_NO_ADDRESS = b"done"
+"""Value instead of an address: this member's script has ended, and the other members continue without it."""
 
 _LAYOUT = "a script that torchrun restarts"
 
 _SHARDS = 16
-"""For each worker of the run: the script divides its data by itself, so what a newcomer gains has no stairs."""
+"""Nominal shards per worker. The script divides its own data, so a new member's gain is not rounded to shards."""
 
 
 class Handler(RendezvousHandler):
-    """What torchrun's agent asks. All calls come from its main thread."""
+    """Rendezvous handler that torchrun's agent calls, from its main thread only."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._shards = session.setup.max_workers * _SHARDS
-        self._taken: Upcoming | None = None
+        self._upcoming: Upcoming | None = None
         self._attempts = Attempts()
         self._scripts_store: Store | None = None
-        self._ended = False
-        "the script has ended well"
+        self._script_has_ended = False
+        "True once the script has ended well"
 
     def get_backend(self) -> str:
         return "fallow"
@@ -91,17 +91,17 @@ class Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The scripts' store is here and not in the first script: here it listens on one address only."""
+        """True: the agent, not the first script, hosts the scripts' store, since the agent's listens on one address."""
         return True
 
     def is_closed(self) -> bool:
         return self.session.orders.newest.end is not None
 
     def set_closed(self) -> None:
-        """Only the head ends a run."""
+        """Do nothing: only the head ends a run."""
 
     def num_nodes_waiting(self) -> int:
-        """1 when the script has to be stopped for another generation. Asked by torchrun as long as the script runs."""
+        """Return 1 if the script must stop for another generation. torchrun polls this while the script runs."""
         self.session.progress.move(in_loop=False)
         return int(self.session.orders.superseded)
 
@@ -111,131 +111,129 @@ class Handler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The generation in which the script is started next.
+        """Wait for the next generation in which the script starts.
 
         Raises:
-            SystemExit: this worker is not needed any more (torchrun ends with its code), or the script fails for good.
+            SystemExit: this worker leaves the run, or the script fails for good. torchrun ends with this exit code.
         """
         session = self.session
         self._scripts_store = None
-        if self._taken is None:
+        if self._upcoming is None:
             shards = self._shards
             contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
             session.announce(contract)
         elif not session.orders.superseded:
-            self._begin_again("its script has failed")
+            self._restart_generation("its script has failed")
         while True:
-            taken = self._taken = self._await_generation()
-            info = self._meet(taken)
+            upcoming = self._upcoming = self._await_generation()
+            info = self._meet(upcoming)
             if info is not None:
                 return info
             if not session.orders.superseded:
-                self._begin_again(f"the members did not meet within {MEET_S:g} s")
+                self._restart_generation(f"the members did not meet within {MEET_S:g} s")
 
-    def _begin_again(self, reason: str) -> None:
-        """Have the head begin another generation among the same members."""
-        assert self._taken is not None
-        if self._attempts.is_exhausted(time.monotonic()):
+    def _restart_generation(self, reason: str) -> None:
+        """Ask the head for another generation with unchanged members."""
+        assert self._upcoming is not None
+        if self._attempts.spent(time.monotonic()):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
             self.session.say(fault=Fault(code=1, message=text, signature=reason))
             self._leave(1, text)
-        self.session.hold(self._taken.generation, reason)
+        self.session.hold(self._upcoming.generation, reason)
 
     def _await_generation(self) -> Upcoming:
         session = self.session
         try:
-            taken = session.await_commit(lambda: False)
+            upcoming = session.await_commit(lambda: False)
         except Dismissed as dismissed:
             self._leave(dismissed.code, dismissed.reason)
         except OthersEnded:
             self._leave(1, "the script failed here when others' scripts had ended well: none of them begins again")
         except FallowError as error:
             self._leave(int(error.code), error.message)
-        if taken.ranks is None:
-            session.leave(self._taken.generation if self._taken is not None else 0, taken.generation)
+        if upcoming.ranks is None:
+            session.leave(self._upcoming.generation if self._upcoming is not None else 0, upcoming.generation)
             self._leave(0, "")
-        self._attempts.begin([*map(member_name, taken.ranks.nodes)], time.monotonic())
-        return taken
+        self._attempts.began([*map(member_name, upcoming.ranks.nodes)], time.monotonic())
+        return upcoming
 
     def _leave(self, code: int, reason: str) -> NoReturn:
         if code:
             sys.stderr.write(f"fallow: {reason}\n")
         raise SystemExit(code)
 
-    def _meet(self, taken: Upcoming) -> RendezvousInfo | None:
-        """Wait for the others of a generation; None: they did not come, or another one is due."""
+    def _meet(self, upcoming: Upcoming) -> RendezvousInfo | None:
+        """Wait for the other members of a generation; None: some did not come, or another generation is due."""
         session = self.session
-        assert taken.ranks is not None
-        rank = taken.ranks.rank
-        # Bound now and kept, so that nobody can take the port; it is needed if the store goes here.
+        assert upcoming.ranks is not None
+        rank = upcoming.ranks.rank
+        # Bind the port before publishing it, so that no other process takes it. Used if this member hosts the store.
         with listen(session.groups.address, session.groups.ports) as listening:
             port = listening.getsockname()[1]
-            addresses = self._exchange(taken, f"{session.groups.address} {port}".encode())
+            addresses = self._exchange(upcoming, f"{session.groups.address} {port}".encode())
             if addresses is None:
                 return None
-            # A script may have ended just before its agent could hear of this generation: the others do without it.
-            ranks = [i for i, value in enumerate(addresses) if value != _DONE]
+            # A script may have ended before its agent learned of this generation: the others continue without it.
+            ranks = [i for i, value in enumerate(addresses) if value != _NO_ADDRESS]
             address, _, number = addresses[ranks[0]].decode().partition(" ")
             if ranks[0] == rank:
                 self._scripts_store = TCPStore(
                     address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
                 )
         try:
-            found = self._scripts_store or TCPStore(
+            tcp_store = self._scripts_store or TCPStore(
                 address, int(number), is_master=False, timeout=timedelta(seconds=_CONNECT_S)
             )
         except RuntimeError:
-            return None  # the first one is gone
-        store = AgentStore(PrefixStore("agents", found), lambda: self._raise_if_over(taken), self._script_ended)
-        switch = Switch(generation=taken.generation, first_step=0)
-        session.say(generation=taken.generation, has_state=True, switch=switch)
+            return None  # the member with the store is lost
+        store = AgentStore(PrefixStore("agents", tcp_store), lambda: self._raise_if_over(upcoming), self._script_ended)
+        switch = Switch(generation=upcoming.generation, first_step=0)
+        session.say(generation=upcoming.generation, has_state=True, switch=switch)
         return RendezvousInfo(store, ranks.index(rank), len(ranks), RendezvousStoreInfo(address, int(number)))
 
-    def _exchange(self, taken: Upcoming, own: bytes) -> Sequence[bytes] | None:
-        """What all members have given, by rank; None: one did not, or another generation is due."""
-        gathers = taken.gathers
+    def _exchange(self, upcoming: Upcoming, own: bytes) -> Sequence[bytes] | None:
+        """Return the values of all members in rank order; None: some are missing, or another generation is due."""
+        gathers = upcoming.gathers
         assert gathers is not None
         end = time.monotonic() + MEET_S
         try:
             gathers.give(_MEETING, own)
             while not self.session.orders.superseded and time.monotonic() < end:
-                told = gathers.parts(_MEETING, _LOOK_S)
-                if told is not None:
-                    return told
+                addresses = gathers.parts(_MEETING, _LOOK_S)
+                if addresses is not None:
+                    return addresses
         except RuntimeError:
-            return None  # nothing comes of that generation
+            return None  # the generation was cancelled
         return None
 
     def _script_ended(self) -> None:
-        """Tell the head, which freezes the membership from here on."""
-        assert self._taken is not None
-        self._ended = True
-        self.session.say(finish=Finish(generation=self._taken.generation, steps=0, digest=""))
+        """Report the script's end to the head, which freezes the membership."""
+        assert self._upcoming is not None
+        self._script_has_ended = True
+        self.session.say(finish=Finish(generation=self._upcoming.generation, steps=0, digest=""))
 
     def _raise_if_over(self, generation: Upcoming) -> None:
-        """Called again and again in a wait.
+        """Raise if a generation is over. Waits call this repeatedly.
 
         Raises:
             DistStoreError: the generation is over.
         """
         session = self.session
-        if self._taken is generation and not session.orders.superseded:
+        if self._upcoming is generation and not session.orders.superseded:
             return
-        if self._ended and session.orders.switch_offered:
+        if self._script_has_ended and session.orders.switch_offered:
             following = self._await_generation().gathers
             assert following is not None
-            following.give(_MEETING, _DONE)
+            following.give(_MEETING, _NO_ADDRESS)
         raise DistStoreError("this generation is over")
 
 
 class AgentStore(Store):
-    """The store of torchrun's agents of one generation: that of their scripts, but every wait ends with the generation.
-
-    Of one agent.
+    """One agent's view of the store of a generation: every wait ends with the generation.
 
     Args:
-        store: what all agents of the generation have.
-        check: called again and again in a wait; raises DistStoreError once the generation is over.
+        store: store that all agents of the generation share.
+        check: called repeatedly in a wait; raises DistStoreError once the generation is over.
         script_ended: called when this agent's script has ended well.
     """
 
@@ -284,16 +282,16 @@ class AgentStore(Store):
                 self._check()
             except RuntimeError:
                 self._check()
-                time.sleep(_LOST_S)
+                time.sleep(_STORE_RETRY_S)
         raise DistStoreError(f"{', '.join(keys)} did not come within {patience_s:g} s")
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Speak to the head, as what Fallow's agent started.
+    """Connect to the head through Fallow's agent, which must have started this torchrun.
 
     Raises:
-        SystemExit: no agent has started this torchrun, or the head does not want it. torchrun would show a traceback of
-            any other error.
+        SystemExit: no agent has started this torchrun, or the head refuses it. For any other exception torchrun would
+            show a traceback.
     """
     try:
         if os.environ.pop("FALLOW_WORKER", None) is None:
@@ -302,10 +300,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
                 "write fallow run -- torchrun --rdzv-backend=fallow SCRIPT; elsewhere choose another backend",
                 Exit.USAGE,
             )
-        # At SIGTERM the user's torchrun ends its scripts, which have sessions of their own. Ours die with us.
-        orphaned = signal.SIGKILL if RESTART in os.environ else signal.SIGTERM
+        # On SIGTERM the user's torchrun ends its scripts, which have their own sessions. Restarted scripts die with us.
+        orphan_signal = signal.SIGKILL if RESTART in os.environ else signal.SIGTERM
         channel = os.environ.pop("FALLOW_CHANNEL_FD", "-1")
-        session = process.session_with_agent(channel, grouped=False, orphaned=orphaned)
+        session = process.session_with_agent(channel, grouped=False, orphan_signal=orphan_signal)
         os.environ[RESTART] = "1"
         session.open()
     except FallowError as error:
@@ -315,5 +313,5 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def entry() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Of the group `torchrun.handlers`."""
+    """Entry point of the group `torchrun.handlers`."""
     return create_handler

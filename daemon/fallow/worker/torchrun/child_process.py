@@ -1,7 +1,7 @@
 """Runs a command that dies with the process that started it: child_process.py PARENT COMMAND...
 
-torchrun gives its scripts a session of their own, so they would outlive a torchrun that is killed. Run by its path, as
-it must not take the time to import a package.
+torchrun starts its scripts in new sessions, so they would outlive a killed torchrun. Run this file by its path, since
+importing the package would take too long.
 """
 
 import ctypes

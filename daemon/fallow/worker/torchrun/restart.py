@@ -1,6 +1,6 @@
-"""`python -m fallow.worker.torchrun.restart COMMAND...`: torchrun's agent for one worker, with what Fallow asks of it.
+"""`python -m fallow.worker.torchrun.restart COMMAND...`: torchrun's agent for one worker, with Fallow's options.
 
-A started worker of `fallow run --restart` is this process; COMMAND is started anew with each generation.
+`fallow run --restart` starts this process as a worker. Each generation starts COMMAND again.
 """
 
 import os
@@ -20,16 +20,16 @@ def main(command: list[str]) -> None:
     """Serve until the script has ended for good."""
     process.die_with_parent()
     process.leave_sigterm_to_the_head()
-    # One process here, as everywhere: torchrun's agents need not ask each other for their ranks.
+    # Every worker has one process, so torchrun's agents need not exchange their numbers of processes.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ[RESTART] = "1"
     rendezvous_handler_registry.register("fallow", create_handler)
     options = [
         "--rdzv-backend=fallow",
-        "--rdzv-endpoint=head",  # means nothing, but torchrun warns where there is none
+        "--rdzv-endpoint=head",  # unused, but torchrun warns without it
         "--nnodes=1",
         "--nproc-per-node=1",
-        "--max-restarts=1000000000",  # the handler counts, with the others
+        "--max-restarts=1000000000",  # the handler counts restarts together with the other members
         "--monitor-interval=0.1",
         "--signals-to-handle=SIGINT",
         "--no-python",

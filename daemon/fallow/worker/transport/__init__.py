@@ -1,1 +1,1 @@
-"""Connections among the members of one generation."""
+"""Connections among the members of one generation: collectives, and point-to-point transfers of state."""

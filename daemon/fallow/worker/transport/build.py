@@ -1,4 +1,4 @@
-"""The group of a generation: who is in it, how it is built beside the one that trains, and how it is taken down."""
+"""Builds the process group of a generation while the current group still trains, and takes groups down."""
 
 import threading
 import time
@@ -21,24 +21,24 @@ from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Connections, Node
 
 _MEETING_SHARE = 0.8
-"""Of the time to build a group, for its members to come and to reach each other. gloo has the rest."""
+"""Share of the build timeout in which members meet and test their connections. gloo has the remaining time."""
 
 _SETTLE_S = 1.0
-"""An agent tells of a worker's death much sooner than this."""
+"""Seconds before a failed build is reported. The head learns of a dead worker much sooner than this."""
 
 _QUIET_S = 1.0
-"""After this, what was on its way in an abandoned group has arrived."""
+"""Seconds after which no more data arrives in an abandoned group."""
 
 _STAGGER_S = 0.1
-_LATEST_S = 20.0
+_MAX_STAGGER_S = 20.0
 
 
-class CutOff(FallowError):
-    """This member has no connection to some others.
+class UnreachableMembers(FallowError):
+    """This member cannot connect to some other members.
 
     Args:
-        message: names them by rank.
-        tried: their ranks -> ADDRESS:PORT to which the connection was to lead; empty: not known.
+        message: names the other members by rank.
+        tried: rank -> ADDRESS:PORT of the failed connection; empty: unknown.
     """
 
     def __init__(self, message: str, tried: dict[int, str]) -> None:
@@ -48,12 +48,12 @@ class CutOff(FallowError):
 
 @dataclass(frozen=True)
 class RankMap:
-    """The ranks of one generation, seen from one of its workers: nodes in their order, each with its workers.
+    """The ranks of one generation, seen from one of its workers. Ranks go node by node, in the order of `peers`.
 
     Args:
-        peers: its nodes, in order.
-        node: number of this worker's node, which is one of them.
-        slot: this worker's place among those of its node, from 0.
+        peers: the nodes of the generation, in order.
+        node: number of this worker's node.
+        slot: 0-based number of this worker on its node.
     """
 
     peers: tuple[Peer, ...]
@@ -62,7 +62,7 @@ class RankMap:
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """By rank, the number of its node."""
+        """The node number of each rank."""
         return tuple(peer.node for peer in self.peers for _ in range(peer.slots))
 
     @property
@@ -71,12 +71,12 @@ class RankMap:
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """Rank of this worker."""
         return self.nodes.index(self.node) + self.slot
 
     @property
     def siblings(self) -> range:
-        """Ranks on this worker's node, with its own."""
+        """Ranks on this worker's node, including its own rank."""
         first = self.nodes.index(self.node)
         return range(first, first + self.nodes.count(self.node))
 
@@ -88,55 +88,55 @@ class RankMap:
 
 @dataclass(slots=True)
 class Upcoming:
-    """A generation that was planned."""
+    """A generation that the head has planned and this worker may enter."""
 
     plan: Plan
     ranks: RankMap | None = None
-    "None for one who leaves, and where it is not known"
+    "None if this worker leaves, or if the ranks are unknown"
     gathers: AgentGathers | None = None
-    "by which its members meet; None where there is nothing to be made"
+    "rendezvous of the members; None if no group is to be built"
     group: Group | None = None
-    "None while it is being made, where it could not be, and for one who has none: who leaves, say"
+    "None before the group is built, if the build failed, and if this worker leaves"
     refusal: Refusal | None = None
-    "why it could not be made here"
+    "reason why the group could not be built here"
     is_built: bool = False
-    "one of both is there, or there is to be no group"
-    committed: bool = False
+    "True once the build has ended with a group or a refusal, or if no group is needed"
+    is_committed: bool = False
     state_since: int = 0
     "see `Order.state_since`"
-    dropped: bool = False
-    "nobody wants it any more"
+    is_dropped: bool = False
+    "True once the generation is cancelled"
 
     @property
     def generation(self) -> int:
         return self.plan.generation
 
     @property
-    def standing(self) -> bool:
-        """The group is there (or need not be: one who leaves has none)."""
+    def is_ready(self) -> bool:
+        """True once this worker can enter the generation: its group is built, or it needs none because it leaves."""
         return self.is_built and self.refusal is None
 
     def counts(self, computed: int) -> bool:
-        """Does the state of a worker that has computed last in generation `computed` count in this generation?"""
+        """Return True if this generation accepts the state of a worker that last computed in generation `computed`."""
         return computed >= self.state_since
 
     def take(self, built: Group | Refusal | None) -> None:
-        """Take what `build` gave, or None where there is to be no group."""
+        """Store the result of `build`, or None if no group is needed."""
         if isinstance(built, Group):
             self.group = built
         self.refusal = built if isinstance(built, Refusal) else None
         self.is_built = True
 
     def build(self, address: str, device: torch.device = devices.HOST, ports: range | None = None) -> Group | Refusal:
-        """Make the group, as `build_group` does; blocks until it stands or could not be made.
+        """Build the group with `build_group`. Blocks until the group is built or the attempt has failed.
 
-        `device` becomes the calling thread's current one.
+        Makes `device` the current device of the calling thread.
         """
         ranks, gathers = self.ranks, self.gathers
         assert ranks is not None
         assert gathers is not None
         devices.enter(device)
-        # The head must have the votes, which say whom it is better to do without, before its own patience ends.
+        # The refusals name unreachable nodes. The head needs them before its own timeout.
         patience_s = 0.8 * self.plan.timeout_s
         end = time.monotonic() + patience_s
         store = GatherStore(gathers, ranks.nodes, patience_s)
@@ -151,25 +151,28 @@ class Upcoming:
                 device=device,
                 siblings=ranks.siblings,
                 ports=ports,
-                dropped=lambda: self.dropped,
+                is_dropped=lambda: self.is_dropped,
             )
-        except CutOff as error:
+        except UnreachableMembers as error:
             tried: dict[int, str] = {}
             for rank, at in error.tried.items():
                 if ranks.nodes[rank] != ranks.node:
                     tried.setdefault(ranks.nodes[rank], at)
-            whom = _named({member_name(node): at for node, at in tried.items()}) or "another worker of its own node"
+            whom = (
+                _with_endpoints({member_name(node): at for node, at in tried.items()})
+                or "another worker of its own node"
+            )
             reason = f"{member_name(ranks.node)} at {address} has no connection to {whom}"
-            told = tuple(tried.values())
-            return Refusal(generation=self.generation, reason=reason, unreachable=tuple(tried), tried=told)
+            endpoints = tuple(tried.values())
+            return Refusal(generation=self.generation, reason=reason, unreachable=tuple(tried), tried=endpoints)
         except FallowError as error:
-            # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
+            # Wait until the head knows of a death: it does not blame a worker that only lost a connection to the dead.
             time.sleep(min(_SETTLE_S, max(0.0, end - time.monotonic())))
             return Refusal(generation=self.generation, reason=error.message)
 
     def drop(self, reason: str) -> None:
-        """It is not needed, whether its group stands or is still being made."""
-        self.dropped = True
+        """Cancel the generation, whether its group is built or still being built."""
+        self.is_dropped = True
         if self.gathers is not None:
             self.gathers.close()
         if self.group is not None:
@@ -188,25 +191,25 @@ def build_group(
     device: torch.device = devices.HOST,
     siblings: Sequence[int] = (),
     ports: range | None = None,
-    dropped: Callable[[], object] = devices.never,
+    is_dropped: Callable[[], object] = devices.never_stop,
 ) -> Group:
     """Build a group and open its connections.
 
     Args:
-        generation: number of the generation, for the record only; `store` must be private to it.
-        rank: this process's place, 0-based.
-        size: members; 1 builds nothing native at all.
+        generation: number of the generation, for messages only; `store` must be private to the generation.
+        rank: 0-based rank of this process.
+        size: number of members; a group of one member makes no native group.
         store: rendezvous; may be None for a size of 1.
         address: the only local address to listen on.
         timeout_s: seconds until the attempt fails.
-        device: of the tensors that will be summed.
-        siblings: ranks on this member's node, with its own.
-        ports: to listen on; None: the kernel chooses.
-        dropped: returns something true once the group is not wanted any more.
+        device: device of the tensors that will be summed.
+        siblings: ranks on this member's node, including its own rank.
+        ports: ports to listen on; None: the kernel chooses.
+        is_dropped: returns a true value once the generation is cancelled.
 
     Raises:
-        CutOff: members are not reached.
-        FallowError: the group could not be built for another reason; the text says which.
+        UnreachableMembers: some members cannot be reached.
+        FallowError: the group could not be built for another reason, which the text names.
     """
     if size == 1:
         return Group(generation, 0, 1, None, device)
@@ -229,13 +232,13 @@ def build_group(
                 group.connections.gloo_groups.append(one)
             if len(siblings) > 1:
                 group.node = Node(group.connections.gloo_groups[-1], len(siblings))
-            group.connect_transport(device, max(0.0, end - time.monotonic()), dropped)
+            group.connect_transport(device, max(0.0, end - time.monotonic()), is_dropped)
     except (RuntimeError, OSError) as error:
         reason = gloo.reason(error)
     # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
     # peer connects to a group that failed.
     if tried:
-        reason = f"no connection to {_named({f'rank {other}': at for other, at in tried.items()})}"
+        reason = f"no connection to {_with_endpoints({f'rank {other}': at for other, at in tried.items()})}"
     if reason:
         group.interrupt(reason)
         # Its pending callbacks would drop the last reference on gloo's own thread, which cannot join itself.
@@ -244,26 +247,25 @@ def build_group(
             f"process group of generation {generation} (rank {rank} of {size}) on {address}: {reason}; "
             "check that the nodes reach each other on that address"
         )
-        raise CutOff(message, tried) if tried else FallowError(message, Exit.TEMPFAIL)
+        raise UnreachableMembers(message, tried) if tried else FallowError(message, Exit.TEMPFAIL)
     return group
 
 
-def _named(tried: dict[str, str]) -> str:
-    """Members, each with where the connection to it was to lead."""
+def _with_endpoints(tried: dict[str, str]) -> str:
+    """List members, each with the endpoint that was tried."""
     return ", ".join(f"{whom} (tried {at})" if at else whom for whom, at in tried.items())
 
 
 def reap(group: Group) -> None:
-    """Destroy a group later, on a thread of its own, since that can block for as long as a peer is stopped.
+    """Destroy a group on a separate thread, after a delay. Destroying can block for as long as a peer is stopped.
 
-    Later, and the higher ranks before the lower: gloo 2.13 ends the whole process ("enforce fail ... state_ <=
-    CONNECTED") if a pair is closed here in the moment in which something comes from its other end, be it a late peer's
-    data or that end's own closing.
+    The delay is shorter for higher ranks. gloo 2.13 ends the whole process ("enforce fail ... state_ <= CONNECTED") if
+    this process closes a pair at the moment at which data, or the peer's own closing, arrives.
     """
 
     def destroy() -> None:
         devices.enter()
-        time.sleep(_QUIET_S + min(_STAGGER_S * (group.size - 1 - group.rank), _LATEST_S))
+        time.sleep(_QUIET_S + min(_STAGGER_S * (group.size - 1 - group.rank), _MAX_STAGGER_S))
         group.destroy()
 
     threading.Thread(target=destroy, name=f"reaper-{group.generation}", daemon=True).start()

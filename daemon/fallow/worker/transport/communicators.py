@@ -1,11 +1,12 @@
 """Communicators: process groups of torch that do collectives over the tensors of one device.
 
-Which one is taken is torch's choice for the device type: gloo on the host, `nccl` (also AMD's) or `xccl`, or what a
-package has registered. Where torch has none, collectives go through the host (`Staged`).
+Fallow takes torch's choice for the device type: gloo on the host, `nccl` (also AMD's) or `xccl`, or the backend that a
+package has registered. If torch has none, collectives go through the host (`Staged`).
 
-A device communicator is expected to have ProcessGroupNCCL's methods and habits: a collective is complete on the
-communicator's own stream, `Work.wait` makes the current stream wait and not the host, `abort` ends what hangs and
-leaves garbage, from any thread, and may take long. An error of the communicator shows in `get_error` alone.
+A device communicator must behave like ProcessGroupNCCL:
+- A collective completes on the communicator's own stream. `Work.wait` blocks the current stream, not the host.
+- `abort` may be called from any thread and may take long. It ends pending collectives with undefined results.
+- Only `get_error` shows errors of the communicator.
 """
 
 import os
@@ -28,29 +29,29 @@ from torch._C._distributed_c10d import (
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.gloo import COLLECTIVE_TIMEOUT, reason
 
-_NCCL_NEEDS = {
-    # Else torch's watchdog ends the process when a peer is lost, which is not the end of it here.
+_NCCL_REQUIRED = {
+    # Otherwise torch's watchdog ends the process when a peer is lost. Fallow continues without the peer.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Else the watchdog does not see collectives, and `get_error` nothing of a lost peer.
+    # Otherwise the watchdog does not see collectives, and `get_error` does not report a lost peer.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""Whatever the job has set."""
+"""Variables that override the job's environment."""
 
-_NCCL_SETTINGS = {
+_NCCL_DEFAULTS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # Behind an error the watchdog waits four times as long for a dump, and holds the lock that the next launch needs.
+    # After an error the watchdog waits four times this long for a dump, and holds the lock that the next launch needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # Seconds for which connecting, or taking down, may hold the communicator's lock, which `abort` takes as well.
+    # Seconds for which connecting or shutting down may hold the communicator's lock. `abort` needs that lock.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
 }
-"""Unless the job has set them."""
+"""Variables that the job may override."""
 
 _POLL_S = 1e-3
 _LOOK_S = 0.02
 
 
 class Staged:
-    """Takes device tensors through the host, over a gloo group. Nothing overlaps."""
+    """Communicator for device tensors that copies them through the host to a gloo group. Nothing overlaps."""
 
     def __init__(self, gloo_group: Any, device: torch.device) -> None:
         self.gloo_group = gloo_group
@@ -61,18 +62,18 @@ class Staged:
         self.failure = self.failure or "aborted"
 
     def shutdown(self) -> None:
-        """The gloo group is its owner's."""
+        """Do nothing: the owner of the gloo group shuts it down."""
 
 
 Launch = Callable[..., Any]
-"""Launches a collective of a process group, its first argument, over the tensors that follow: the first is filled."""
+"""Function (process group, *tensors) -> work that launches a collective. The result goes into the first tensor."""
 
 
 class _StagedWork:
-    """A collective that begins when somebody waits for it: all members wait in the order of the launches."""
+    """A collective that begins in `wait`. All members wait in the order of the launches."""
 
     def __init__(self, transport: Staged, launch: Launch, tensors: Sequence[torch.Tensor]) -> None:
-        self._transport, self._launch, self._taken = transport, launch, tensors[0]
+        self._transport, self._launch, self._target = transport, launch, tensors[0]
         self._on_host = [devices.to_host(tensor) for tensor in tensors]
         self._copied = devices.event(transport.device)
 
@@ -86,7 +87,7 @@ class _StagedWork:
                     time.sleep(_POLL_S)
                 if transport.failure is None:
                     work.wait()
-                    self._taken.copy_(self._on_host[0], non_blocking=True)
+                    self._target.copy_(self._on_host[0], non_blocking=True)
         except RuntimeError as error:
             transport.failure = reason(error)
 
@@ -99,12 +100,12 @@ def launch(communicator: Any, collective: Launch, tensors: Sequence[torch.Tensor
 
 
 def exists(device: torch.device) -> bool:
-    """True if torch has a communicator for this device, which is asynchronous."""
+    """Return True if the device is asynchronous and torch has a communicator for it."""
     return devices.asynchronous(device) and _backend(device) is not None
 
 
 def choice(device: torch.device) -> str:
-    """Which communicator tensors of this device get, and why, in words."""
+    """Describe which communicator this device gets, and why."""
     if not devices.asynchronous(device):
         return "gloo, since the model is trained on the processor"
     if exists(device):
@@ -128,21 +129,21 @@ def connect(
     rank: int,
     size: int,
     timeout_s: float,
-    dropped: Callable[[], object] = devices.never,
+    is_dropped: Callable[[], object] = devices.never_stop,
 ) -> Any:
-    """Make the communicator of a device. If it can, its members meet here and not in the first collective.
+    """Make the communicator of a device. Members connect here if the communicator supports eager connection.
 
     Args:
-        device: of the tensors that will be summed.
-        gloo_group: of the same ranks; used where torch has no communicator for the device.
+        device: device of the tensors that will be summed.
+        gloo_group: gloo group of the same ranks, used if torch has no communicator for the device.
         store: rendezvous, private to the communicator.
-        rank: this process's place, 0-based.
-        size: members.
+        rank: 0-based rank of this process.
+        size: number of members.
         timeout_s: seconds until the attempt fails.
-        dropped: asked again and again; the attempt is given up when it returns something true.
+        is_dropped: polled; the attempt ends once it returns a true value.
 
     Raises:
-        RuntimeError: the others did not come, the communicator refused, or the attempt was given up.
+        RuntimeError: other members did not connect, the communicator failed, or the attempt was cancelled.
     """
     if not devices.asynchronous(device):
         return gloo_group
@@ -153,16 +154,16 @@ def connect(
             stacklevel=2,
         )
         return Staged(gloo_group, device)
-    process_group_made, connected = Future[Any](), Future[None]()
+    new_group, connected = Future[Any](), Future[None]()
 
     def build() -> None:
         try:
             devices.enter(device)
             process_group = _make(backend, store, rank, size)
             is_nccl = getattr(process_group, "supports_splitting", False)
-            if is_nccl:  # only begins here, so that an abort ends it
+            if is_nccl:  # begins to connect and returns, so that an abort can end it
                 process_group.eager_connect_single_device(device)
-            process_group_made.set_result(process_group)
+            new_group.set_result(process_group)
             if is_nccl and hasattr(process_group, "_comm_ptr"):
                 # All have met behind this (torch 2.13, NCCLUtils.cpp). NCCL opens most connections between them in the
                 # first collective that needs them, so the first step with a communicator takes longer.
@@ -171,22 +172,25 @@ def connect(
         except Exception as error:
             connected.set_exception(error)
 
-    # NCCL waits without end for a peer that died meanwhile.
+    # On a thread: NCCL waits forever for a peer that has died.
     threading.Thread(target=build, name="communicator", daemon=True).start()
     end = time.monotonic() + timeout_s
-    while not connected.done() and time.monotonic() < end and not dropped():
+    while not connected.done() and time.monotonic() < end and not is_dropped():
         wait([connected], _LOOK_S)
     error = connected.exception() if connected.done() else None
     if connected.done() and error is None:
-        return process_group_made.result()
-    # Also one that is still being made.
-    process_group_made.add_done_callback(lambda made: abandon(made.result()))
-    late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
-    raise RuntimeError(reason(error) if error else "the generation was given up" if dropped() else late) from error
+        return new_group.result()
+    # A process group that is still being made is abandoned once it exists.
+    new_group.add_done_callback(lambda future: abandon(future.result()))
+    if error:
+        raise RuntimeError(reason(error)) from error
+    if is_dropped():
+        raise RuntimeError("the generation was cancelled")
+    raise RuntimeError(f"not all members joined the communicator of {device} within {timeout_s:.0f} s")
 
 
 def abandon(communicator: Any) -> threading.Thread:
-    """End what is pending, with garbage, and give its memory back. On a thread of its own: it may take long."""
+    """Abort a communicator and free its memory, on a separate thread since an abort may take long."""
 
     def abort() -> None:
         devices.enter()
@@ -198,7 +202,7 @@ def abandon(communicator: Any) -> threading.Thread:
 
 
 def release(communicator: Any) -> None:
-    """Give a communicator's memory back, once nothing is pending. May take long: the other ranks have to come."""
+    """Free a communicator's memory once nothing is pending. May take long: the other ranks have to do so, too."""
     try:
         communicator.shutdown()
     except RuntimeError:  # a peer is gone meanwhile
@@ -206,7 +210,7 @@ def release(communicator: Any) -> None:
 
 
 def _backend(device: torch.device) -> Any:
-    """What torch's `init_process_group` would take for the device: a plugin or a class of torch; None: gloo or none."""
+    """Return the backend that `init_process_group` would take: a plugin or a class. None: gloo or no backend."""
     name = dist.Backend.default_device_backend_map.get(device.type, "").upper()
     native = getattr(dist, f"ProcessGroup{name}", None) if name else None
     return dist.Backend._plugins.get(name) or (None if native is ProcessGroupGloo else native)
@@ -214,9 +218,9 @@ def _backend(device: torch.device) -> Any:
 
 def _make(backend: Any, store: Store, rank: int, size: int) -> Any:
     if not isinstance(backend, dist.Backend._BackendPlugin):
-        for key, value in _NCCL_SETTINGS.items():
+        for key, value in _NCCL_DEFAULTS.items():
             os.environ.setdefault(key, value)
-        for key, value in _NCCL_NEEDS.items():
+        for key, value in _NCCL_REQUIRED.items():
             if os.environ.get(key, value) != value:
                 warnings.warn(
                     f"{key}={os.environ[key]} would end members that outlive a lost one: it is {value} now",

@@ -1,9 +1,9 @@
-"""What an asynchronous device needs: events, copies that do not wait, a side stream; and how far it has got.
+"""Work on an asynchronous device: events, non-blocking copies, side streams, and the progress of the device.
 
-The host runs ahead of such a device. A copy to the host is readable once an event behind the copy is complete; a device
-tensor is usable at once by whatever the same stream is given later. No other module knows of streams, and none
-waits for a device but through `wait`, and `handover.snapshot` between steps. On the host, and on the `meta` device,
-there is nothing to wait for.
+The host runs ahead of an asynchronous device. A copy to the host is readable once an event recorded after the copy is
+complete. Later work on the same stream may use a device tensor at once. Only this module knows of streams. All waits
+for a device go through `wait`, except those of `handover.snapshot` between steps. The host and the `meta` device never
+need a wait.
 """
 
 import contextlib
@@ -22,11 +22,12 @@ HOST = torch.device("cpu")
 _POLL_S = 50e-6
 _LONGEST_POLL_S = 1e-3
 _POLL_SHARE = 0.02
-"Part of a wait by which polling may prolong it."
+"Poll interval as a share of the time waited so far."
 
 _SIDE_PRIORITY = -2
-"""torch gives a stream of a priority out again after 32 others (c10/cuda/CUDAStream.h). Communicators and scripts have
-those of 0, -1 and the highest priority, -3 on most GPUs: they may wait for other members, and those for what we do."""
+"""Priority that neither communicators nor scripts use: they use 0, -1 and the highest, -3 on most GPUs. torch reuses a
+stream of one priority after 32 others (c10/cuda/CUDAStream.h). A shared stream could deadlock: communicators' streams
+wait for other members, and other members for the work on side streams."""
 
 _CAPTURE_MODES = {
     "libcuda.so.1": "cuThreadExchangeStreamCaptureMode",
@@ -34,34 +35,34 @@ _CAPTURE_MODES = {
     "libamdhip64.so.6": "hipThreadExchangeStreamCaptureMode",
     "libamdhip64.so.7": "hipThreadExchangeStreamCaptureMode",
 }
-"""Driver library -> its function that exchanges the calling thread's capture mode (CUDA's driver API, HIP's)."""
+"""Driver library -> its function that sets the calling thread's capture mode (driver APIs of CUDA and HIP)."""
 
 _THREAD_LOCAL = 1
-"""The capture mode in which a thread heeds only its own captures: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and HIP's."""
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, the same in HIP: other threads' captures do not restrict this thread."""
 
-_UNSEEN = (
-    "fallow: worker {worker}: {device} does not tell how far it is: {error}\n"
-    "fallow: worker {worker}: until it does, a kernel that hangs there cannot be told from a wait for other members\n"
+_LOOK_FAILED = (
+    "fallow: worker {worker}: cannot read the progress of {device}: {error}\n"
+    "fallow: worker {worker}: until this works, a kernel that hangs looks like a wait for other members\n"
 )
 
 
-def never() -> bool:
-    """A reason to stop that never comes."""
+def never_stop() -> bool:
     return False
 
 
 def asynchronous(device: torch.device) -> bool:
-    """True if the host runs ahead of this device."""
+    """Return True if the host runs ahead of this device."""
     return device.type not in ("cpu", "meta")
 
 
 def enter(device: torch.device = HOST) -> None:
-    """Prepare a thread of our own, never the training thread, for work on a device.
+    """Prepare one of Fallow's own threads, never the training thread, for work on a device.
 
-    The device becomes the calling thread's current one: every thread begins with the first one. And the thread may use
-    the driver while another one captures a graph. `torch.cuda.graph` captures in mode "global" unless the script asks
-    for another one. Then a query of an event, or an allocation, on any thread spoils the capture, except on threads of
-    the mode "thread local".
+    First, make `device` the calling thread's current device: every thread begins with the first device.
+
+    Second, let the thread use the driver while another thread captures a graph. By default `torch.cuda.graph` captures
+    in mode "global": an event query or an allocation on any thread then spoils the capture, except on threads in mode
+    "thread local".
     """
     if asynchronous(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -71,42 +72,42 @@ def enter(device: torch.device = HOST) -> None:
             getattr(driver, function)(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
-def capturing(device: torch.device) -> bool:
-    """True if the calling thread's current stream records a graph (`torch.cuda.graph`) and computes nothing."""
+def is_capturing(device: torch.device) -> bool:
+    """Return True if the calling thread's current stream captures a graph (`torch.cuda.graph`)."""
     if not asynchronous(device):
         return False
-    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return is_capturing is not None and bool(is_capturing())
+    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return query is not None and bool(query())
 
 
-# What torch's public function calls: each gradient asks, and that one takes 15 times as long.
+# The function behind torch's public one, which takes 15 times as long. Called once per gradient.
 _stream_of = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream to which this thread gives the device work; None on the host."""
+    """Return the calling thread's current stream on the device; None on the host."""
     return _stream_of(device.index) if asynchronous(device) else None
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event | None:
-    """An event behind everything that the device's current stream was given; None on the host."""
-    # Not by `Event.record`, which takes the stream of the thread's current device: a script need not have set that.
+    """Record an event after all work on the device's current stream so far; None on the host."""
+    # Not `Event.record`: it uses the thread's current device, which the script may not have set to `device`.
     stream = current_stream(device)
     return None if stream is None else stream.record_event(torch.Event(device, enable_timing=timed))
 
 
-def idle(device: torch.device) -> bool:
-    """True if the device's current stream has done all that it was given."""
+def is_idle(device: torch.device) -> bool:
+    """Return True if the device's current stream has no work left."""
     stream = current_stream(device)
     return stream is None or stream.query()
 
 
-def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
-    """Wait until an event is complete, by polling: a call that blocks in the driver could not be ended.
+def wait(event: torch.Event | None, stop: Callable[[], object] = never_stop) -> None:
+    """Wait until an event is complete. Polls, since a call that blocks in the driver could not be ended.
 
     Args:
-        event: None is complete.
-        stop: asked again and again; the wait ends when it returns something true.
+        event: None counts as complete.
+        stop: polled; the wait ends once it returns a true value.
     """
     began = time.monotonic()
     while event is not None and not event.query() and not stop():
@@ -114,7 +115,7 @@ def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor's value now, on the host: readable once an event behind this call is complete."""
+    """Copy the tensor's current value to the host. Readable once an event recorded after this call is complete."""
     if not asynchronous(tensor.device):
         return tensor.detach().clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=True)
@@ -122,16 +123,16 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The host tensor on a device, for what its current stream is given from now on. Nobody may change it meanwhile."""
+    """Copy a host tensor to a device, for later work on the current stream. Do not change `tensor` before the copy."""
     if not asynchronous(device) or tensor.device.type == device.type:
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
-def has_room(device: torch.device, nbytes: int) -> bool:
-    """Return True if twice `nbytes` fit into the device's free memory: what torch has reserved does not count as free.
+def has_free_memory(device: torch.device, nbytes: int) -> bool:
+    """Return True if the device has twice `nbytes` of free memory. Memory that torch has reserved is not free.
 
-    False on the host, and where the device does not tell.
+    False on the host, and on devices that do not report free memory.
     """
     with contextlib.suppress(AttributeError, RuntimeError):
         free, _ = torch.get_device_module(device).mem_get_info(device)
@@ -141,11 +142,11 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device, behind: torch.Event | None) -> Iterator[None]:
-    """Inside, the current stream is behind this event, and behind nothing that another stream waits for.
+    """Make a separate stream current that waits for the event `behind` and for nothing else.
 
-    The current stream outside may wait for other members, and they for what is done inside. Allocate device memory
-    outside: the allocator ties it to the stream that is current. To use inside's results on the stream outside, `wait`
-    for an `event` that was taken inside. On the host nothing happens.
+    Why: the outer stream may wait for other members, and these may wait for the work on the side stream. Allocate
+    device memory outside: the allocator ties it to the current stream. Before the outer stream uses results, `wait`
+    for an `event` recorded inside. Does nothing on the host.
     """
     if behind is None:
         yield
@@ -156,40 +157,40 @@ def side_stream(device: torch.device, behind: torch.Event | None) -> Iterator[No
         yield
 
 
-# ---------------------------------------------------------------------------------------------- how far a device is
+# ---------------------------------------------------------------------------------------------- progress of a device
 
 
 @dataclass(slots=True)
 class _StreamWait:
-    """A stream waits for other members."""
+    """A wait for other members on a stream."""
 
     own: torch.Event | None
-    "behind what the stream was given before: this member's own work"
+    "event after this member's own work, before the wait"
     end: torch.Event | None = None
-    "behind the wait; None as long as the host is still giving it to the stream"
+    "event after the wait; None while the host still enqueues the wait"
 
 
 class DeviceProgress:
-    """How far a member's device has got, for the heartbeats.
+    """Progress of a member's device, for the heartbeats.
 
-    The training thread may be stuck behind its device: in an allocation, or because the device's queue is full. That
-    looks alike on a member whose kernel hangs and on those who wait for that member's sums. What tells them apart is
-    the stream: of those who wait it has done all that it was given, but for waits for others.
+    The training thread may block on its device: in an allocation, or because the device's queue is full. This looks
+    the same on a member whose kernel hangs and on the members that wait for its sums. The stream tells them apart: on
+    a waiting member the stream has finished all work except waits for other members.
 
-    The training thread notes its waits, and another thread looks. The beats read what that one saw last. Nobody else
-    looks: a driver that is busy may hold up whoever asks it. What runs on streams of the script's own is not seen.
+    The training thread records its waits. A separate thread calls `look`, and the heartbeats read its last result: a
+    busy driver may block the thread that queries it. Work on the script's own streams is not seen.
     """
 
     def __init__(self) -> None:
         self.computes = False
-        "the device is at this member's own work, or hangs in it"
+        "True while the device runs this member's own work, or hangs in it"
         self.awaits_others = False
-        "all that it has to do waits for other members"
+        "True while all pending work of the device waits for other members"
         self._waits: list[_StreamWait] = []
 
     @contextlib.contextmanager
     def wait(self, device: torch.device) -> Iterator[None]:
-        """Inside, the device's current stream is made to wait for others."""
+        """Record a wait for other members, which the caller enqueues on the current stream inside."""
         wait = _StreamWait(event(device))
         self._waits.append(wait)
         try:
@@ -197,29 +198,29 @@ class DeviceProgress:
         finally:
             wait.end = event(device)
 
-    def arrived(self) -> None:
-        """Nothing waits any more."""
+    def clear(self) -> None:
+        """Forget all waits: they have ended."""
         self._waits, self.awaits_others = [], False
 
     def look(self, device: torch.device) -> None:
-        """See how far the device is. Does not wait for it.
+        """Update `computes` and `awaits_others`. Does not wait for the device.
 
         Raises:
-            RuntimeError: the device does not tell; then neither `computes` nor `awaits_others`.
+            RuntimeError: the query failed; both are False then.
         """
-        seen = False, False
+        progress = False, False
         try:
-            seen = self._see(device)
+            progress = self._see(device)
         finally:
-            self.computes, self.awaits_others = seen
+            self.computes, self.awaits_others = progress
 
     def _see(self, device: torch.device) -> tuple[bool, bool]:
-        """Whether the device computes, and whether it waits for others."""
+        """Return (computes, awaits_others)."""
         for wait in list(self._waits):
             own_is_done = wait.own is None or wait.own.query()
             if not own_is_done or wait.end is None or not wait.end.query():
                 return not own_is_done, own_is_done
-        return not idle(device), False
+        return not is_idle(device), False
 
 
 def watch_device(
@@ -227,20 +228,20 @@ def watch_device(
 ) -> None:
     """Look at an asynchronous device every `beat_s` seconds until `closed` is set, on a thread of its own.
 
-    `find` gives what the training thread notes its waits in, as long as there is a group.
+    `find` returns the current group's `DeviceProgress`, or None without a group.
     """
 
     def look() -> None:
         is_reported = False
         while not closed.wait(beat_s):
             try:
-                enter(device)  # again: it may have failed
+                enter(device)  # in every round, since an earlier call may have failed
                 progress = find()
                 if progress is not None:
                     progress.look(device)
             except Exception as error:  # whatever it is, the next look may succeed
                 if not is_reported:
-                    sys.stderr.write(_UNSEEN.format(worker=worker, device=device, error=error))
+                    sys.stderr.write(_LOOK_FAILED.format(worker=worker, device=device, error=error))
                 is_reported = True
 
     threading.Thread(target=look, name="fallow-device", daemon=True).start()

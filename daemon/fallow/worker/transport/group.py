@@ -1,17 +1,18 @@
-"""One generation's members: what they tell each other, and collectives that an interrupt can end.
+"""The process group of one generation: control messages, and collectives that an interrupt can end.
 
-*Control* carries bytes on the host: `tell` and `gather`. *Transport* carries tensors of one device: `sum`, `copy`,
-`exchange`, `collect`; they are launched, and `wait_and_verify` is the one wait for them. The two share no
-communicator, so they may be launched in an unlike order on two members. *Streams* carry state between two members.
+- *Control* carries bytes on the host: `tell` and `gather`.
+- *Transport* carries tensors of one device: `sum`, `copy`, `exchange`, `collect` launch a collective, and
+  `wait_and_verify` waits for all launched ones. Control and transport share no communicator, so two members may launch
+  them in different orders.
+- *Streams* carry state between two members.
 
-gloo's own abort does not unblock a pending collective (measured on torch 2.13), and its ring fails only on members that
-have something of a lost peer's under way: one of them tells of it, and the order that follows interrupts the others. So
-collectives are always asynchronous; a wait ends when their futures have completed or when `interrupt` was called,
-whichever is first. Python hears of completion once in a wait: every call from gloo's thread wants the GIL. A device
-communicator is aborted, which ends its collectives with garbage: what a device has computed counts only after
-`wait_and_verify`.
+gloo's own abort does not unblock a pending collective (measured on torch 2.13), and gloo's ring fails only on members
+that await data from the lost peer. One of these reports the loss, and the head's next order interrupts the others. So
+collectives are always asynchronous, and a wait ends when their futures complete or when `interrupt` is called. Python
+code runs once per wait, since every callback on gloo's thread needs the GIL. An interrupt aborts a device communicator,
+which ends its collectives with undefined results: results of a device are valid only after `wait_and_verify`.
 
-A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
+An interrupted group is abandoned. Its buffers are never used again, since a late peer may still write to them.
 """
 
 import threading
@@ -30,14 +31,17 @@ from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Connections, Interrupted, Node, Waits
 
 _DRAIN_S = 5.0
-"""For so long an aborted communicator may take to end what it has on the device."""
+"""Seconds for which the pending work of an aborted communicator may stay on the device."""
 
 
 class Group(Waits):
-    """Ranks 0..size-1 of one generation. In a world of one every collective is the identity.
+    """Ranks 0..size-1 of one generation. With one rank every collective is the identity.
 
-    Collectives may be launched from autograd's threads and `interrupt` comes from the communication thread; one thread
-    at a time waits. `connections` is None for a world of one; `device` is that of the transport's tensors.
+    Autograd's threads may launch collectives. The communication thread calls `interrupt`. One thread at a time waits.
+
+    Args:
+        connections: None for a group of one rank.
+        device: device of the transport's tensors.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Group(Waits):
         self.rank = rank
         self.device = device
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
-        "works of the transport; on a device the tensors stay until a stream waits for the work"
+        "(work, tensors) of launched collectives; the tensors are kept until a stream waits for the work"
         self._aborting: threading.Thread | None = None
         self.device_progress = devices.DeviceProgress()
         self.node = Node()
@@ -61,38 +65,38 @@ class Group(Waits):
 
     @property
     def streams(self) -> Streams:
-        """Transfers of state between two members; they end with the group."""
-        assert self.connections.streams is not None, "a world of one hands nothing over"
+        """Connections for transfers of state. They are closed with the group."""
+        assert self.connections.streams is not None, "a group of one rank has no streams"
         return self.connections.streams
 
-    # -------------------------------------------------------------------------------------------------- its end
+    # ------------------------------------------------------------------------------------- interruption and shutdown
 
     def interrupt(self, reason: str) -> None:
         """End every pending and future collective and transfer of this group with `Interrupted`; from any thread."""
-        # First of all: who sees a collective complete looks next whether the group is broken.
+        # Set `broken` first: a thread that sees a collective complete checks `broken` next.
         super().interrupt(reason)
         self._begin_abort()
         self.end_transfers()
 
     def _begin_abort(self) -> None:
-        # On a thread of its own: it may take long, and the heartbeats of who interrupts must go on.
+        # On a separate thread: an abort may take long, and the interrupting thread must go on with its heartbeats.
         with self._guard:
             transport = self.connections.transport
             if self._aborting is None and transport is not None and devices.asynchronous(self.device):
                 self._aborting = communicators.abandon(transport)
 
     def end_transfers(self) -> None:
-        """Nobody takes state from this member any more, nor it from others."""
+        """End all transfers of state from and to this member."""
         if self.connections.streams is not None:
             self.connections.streams.close()
 
     def retire(self) -> None:
-        """Leave nothing of this group on the device: its tensors may be freed, and another group may take over.
+        """Remove all work of this group from the device, so that its tensors may be freed.
 
-        For the training thread, before it makes buffers for the next group. Waits for the end of an abort.
+        The training thread calls this before it makes buffers for the next group. Waits for a pending abort.
 
         Raises:
-            FallowError: aborted collectives do not end, so nothing on this device would ever end behind them.
+            FallowError: aborted collectives do not end, so later work on this device would never run.
         """
         self.stream_waits()
         if self.broken is None or self.size == 1 or not devices.asynchronous(self.device):
@@ -105,18 +109,18 @@ class Group(Waits):
         devices.wait(drained, lambda: time.monotonic() > end)
         if drained is not None and not drained.query():
             raise FallowError(
-                f"{self.device} has not ended the aborted collectives of generation {self.generation} within "
-                f"{_DRAIN_S:g} s: this member gives up; see the driver's log on this node",
+                f"{self.device} did not end the aborted collectives of generation {self.generation} within "
+                f"{_DRAIN_S:g} s: this worker ends. See the driver's log on this node",
                 Exit.TEMPFAIL,
             )
 
     def destroy(self) -> None:
-        """Drop the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
+        """Destroy the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         self.end_transfers()
         with self._guard:
             connections, self.connections = self.connections, Connections()
-            whole, self.broken = self.broken is None, self.broken or "destroyed"
-        if whole and connections.transport is not None:
+            was_intact, self.broken = self.broken is None, self.broken or "destroyed"
+        if was_intact and connections.transport is not None:
             communicators.release(connections.transport)
         for one in connections.gloo_groups:
             gloo.close_connections(one)
@@ -129,8 +133,8 @@ class Group(Waits):
     def sum(self, tensor: torch.Tensor) -> None:
         """Launch a sum over the ranks, in place.
 
-        This and the other collectives of the transport are complete after `wait_and_verify`; on a device, what the
-        current stream is given after `stream_waits` comes behind them. All ranks launch them in the same order.
+        Collectives of the transport are complete after `wait_and_verify`. On a device, work that the current stream
+        gets after `stream_waits` runs after them. All ranks launch them in the same order.
 
         Raises:
             Interrupted: the group is broken.
@@ -139,51 +143,55 @@ class Group(Waits):
         self._launch(lambda group, tensor: group.allreduce([tensor]), tensor)
 
     def copy(self, tensor: torch.Tensor, root: int) -> None:
-        """Launch a copy of `root`'s values to all, in place. Raises as `sum`."""
+        """Launch a broadcast of `root`'s values to all ranks, in place. Raises as `sum`."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._launch(lambda group, tensor: group.broadcast([tensor], options), tensor)
 
-    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
-        """Launch an exchange of unlike parts. Raises as `sum`.
+    def exchange(self, source: torch.Tensor, counts: list[int], target: torch.Tensor, source_counts: list[int]) -> None:
+        """Launch an all-to-all exchange of parts of different lengths. Raises as `sum`.
 
         Args:
-            given: 1-D, what this rank has for each, by rank.
-            counts: elements of it for each rank.
-            taken: 1-D, filled with what each has for this one, by rank.
-            arriving: elements from each rank.
+            source: 1-D, this rank's parts for all ranks, in rank order.
+            counts: number of elements in `source` for each rank.
+            target: 1-D, receives the parts from all ranks, in rank order.
+            source_counts: number of elements in `target` from each rank.
         """
         if self.size == 1:
-            taken.copy_(given)
-        self._launch(lambda group, taken, given: group.alltoall_base(taken, given, arriving, counts), taken, given)
+            target.copy_(source)
+        self._launch(
+            lambda group, target, source: group.alltoall_base(target, source, source_counts, counts), target, source
+        )
 
-    def collect(self, whole: torch.Tensor) -> None:
-        """Launch that all get all pieces of `whole`, of which each rank has its own in its place. Raises as `sum`.
+    def collect(self, buffer: torch.Tensor) -> None:
+        """Launch an all-gather, in place. Raises as `sum`.
 
         Args:
-            whole: 1-D, as many pieces of one length as there are ranks.
+            buffer: 1-D, one piece per rank, all of one length; this rank's own piece is filled in.
         """
         if devices.asynchronous(self.device):
-            self._launch(lambda group, whole: group._allgather_base(whole, whole.chunk(self.size)[self.rank]), whole)
+            self._launch(
+                lambda group, buffer: group._allgather_base(buffer, buffer.chunk(self.size)[self.rank]), buffer
+            )
             return
-        for rank, piece in enumerate(whole.chunk(self.size)):  # gloo's own all-gather takes four times as long
+        for rank, piece in enumerate(buffer.chunk(self.size)):  # gloo's own all-gather takes four times as long
             self.copy(piece, rank)
 
     def connect_transport(
-        self, device: torch.device, timeout_s: float, dropped: Callable[[], object] = devices.never
+        self, device: torch.device, timeout_s: float, is_dropped: Callable[[], object] = devices.never_stop
     ) -> None:
-        """Make the transport for tensors of `device`. All ranks do so together, with nothing pending.
+        """Make the transport for tensors of `device`. All ranks call this together, with nothing pending.
 
-        The attempt is given up when `dropped` returns something true.
+        The attempt ends once `is_dropped` returns a true value.
 
         Raises:
-            RuntimeError: the others did not come, or the device's communicator refused.
+            RuntimeError: other members did not connect, or the device's communicator failed.
         """
         if self.size > 1:
-            # Of two or more the second one is for sums.
+            # The second gloo group, if there is one, is for sums.
             gloo_group, store = self.connections.gloo_groups[:2][-1], PrefixStore("device", self.connections.store)
             self.connections.transport = communicators.connect(
-                device, gloo_group, store, self.rank, self.size, timeout_s, dropped
+                device, gloo_group, store, self.rank, self.size, timeout_s, is_dropped
             )
         self.device = device
 
@@ -198,10 +206,10 @@ class Group(Waits):
                 work = communicators.launch(self.connections.transport, collective, tensors)
                 self._launched.append((work, tensors))
                 return
-            except dist.DistBackendError as error:  # NCCL's launch may see a lost peer before `get_error` tells of it
+            except dist.DistBackendError as error:  # NCCL's launch may see a lost peer before `get_error` does
                 self.interrupt(self._failure() or gloo.reason(error))
             except RuntimeError:
-                # A lost peer does not show here but in `wait_and_verify`: else it is a mistake in the program.
+                # A lost peer shows in `wait_and_verify`. Any other error here is a mistake in the program.
                 failure = self._failure()
                 if failure is None:
                     raise
@@ -209,7 +217,7 @@ class Group(Waits):
         raise Interrupted(self.broken)
 
     def stream_waits(self) -> None:
-        """The device's current stream waits for all that was launched; the host does not. Nothing on the host."""
+        """Make the device's current stream, not the host, wait for all launched collectives. No effect on the host."""
         if devices.asynchronous(self.device):
             launched, self._launched = self._launched, []
             with self.device_progress.wait(self.device):
@@ -217,9 +225,9 @@ class Group(Waits):
                     work.wait()
 
     def wait_and_verify(self) -> None:
-        """Wait until all that was launched is complete and good, and on a device all that its current stream was given.
+        """Wait until all launched collectives are complete and valid, and on a device all work of its current stream.
 
-        The one wait for a device in a step.
+        This is the only wait for a device in a step.
 
         Raises:
             Interrupted: `interrupt` was called, a peer's connection is lost, or the communicator failed.
@@ -231,12 +239,12 @@ class Group(Waits):
         own = devices.event(self.device)
         self.stream_waits()
         end = devices.event(self.device)
-        # As long as this device itself has something to do, others wait for this member, and it for nobody.
+        # While this device has work of its own, others wait for this member, and this member waits for nobody.
         devices.wait(own, self._failure)
         with self.waits():
             devices.wait(end, self._failure)
-        self.device_progress.arrived()
-        # After the event: an abort completes events, too, with garbage before them.
+        self.device_progress.clear()
+        # Check after the event: an abort completes events, too, with undefined results.
         failure = self._failure()
         if failure is not None:
             self.interrupt(failure)

@@ -1,15 +1,13 @@
-"""Lines between two members of a generation, over TCP: state goes through them.
+"""TCP connections between two members of a generation, for transfers of state.
 
-Plain sockets and not collectives: only the two members concerned take part, several donors send at once, and a shut
-socket ends a transfer for good, so that memory that was being received into may be used again. One `Streams` belongs
-to one generation.
+Why sockets and not collectives: only the two members take part, several donors can send at once, and a closed socket
+ends a transfer for good, so that the receiver may reuse the memory. One `Streams` belongs to one generation.
 
-A line begins with a full packet each way. A path may let small packets through and swallow, without a word, those that
-are larger than some link on it takes. So before gloo builds a group, every two members open a line. gloo would tell
-only that the group could not be built, after its whole timeout, and not with whom.
+A connection begins with a full-size packet each way. A network path may silently drop packets that are larger than the
+MTU of some link. So every two members open a connection before gloo builds a group. gloo alone would report a failure
+only after its whole timeout, and without the member's name.
 
-A member trusts nothing that comes in: whoever connects must say the token that this member has put into the rendezvous
-store of its generation.
+A caller must send the secret token that the called member has put into the rendezvous store of its generation.
 """
 
 import contextlib
@@ -29,34 +27,34 @@ from torch.distributed import DistStoreError
 from fallow.wire.address import listen
 
 VERSION = 1
-"""Of all that members send each other behind their cards: on lines, in exchanges, and a state's form. Each change there
-raises it, since only members of one version understand each other."""
+"""Version of everything that members send each other after their cards: on connections, in exchanges, and in the
+encoding of a state. Raise it with each change: only members of one version understand each other."""
 
 DONORS = 4
-"""More donors at once than this do not make the transfer faster."""
+"""Largest number of donors for one receiver. More donors do not make the transfer faster."""
 
 EXCHANGE_S = 4.0
-"""A connection over a bad line takes two round trips and a lost packet or two."""
+"""Seconds for members to reach each other: two round trips and one or two lost packets."""
 
 PATIENCE_S = 600.0
-"""A peer that is alive but does not move for so long is given up."""
+"""Seconds without progress after which a transfer fails, even if the peer is alive."""
 
 _HELLO_S = 10.0
 _RETRY_S = 0.1
 _HELLO = struct.Struct("<H16sI")
-"""The beginning of the caller's packet: bytes of the packet, token of the member called, and rank of the caller. The
-answer begins with its length, too."""
+"""Beginning of the caller's packet: size of the packet in bytes, token of the called member, rank of the caller. The
+answer begins with its size, too."""
 
-_UNLIKE = "one of the two exchanges data in version {}, the other in {}; have one version of Fallow on all nodes"
+_VERSIONS_DIFFER = "the members use versions {} and {} of the data exchange; have one version of Fallow on all nodes"
 
 _LARGEST_PACKET = (1 << 16) - 1
 _BACKLOG = 64
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Where a member listens, and what it understands.
+    """A member's address and version.
 
-    Its form stays, and so does the way in which members exchange cards, so that each can name one of another version.
+    The encoding of cards and their exchange never change, so that a member can name a member of another version.
     """
 
     address: str
@@ -71,13 +69,21 @@ class Card(msgspec.Struct, frozen=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-def sources(donors: Sequence[int], receivers: Sequence[int], *, several_lines: bool = False) -> dict[int, list[int]]:
-    """Which donors send to which receiver, in the order of the pieces; the load is spread evenly.
+def sources(
+    donors: Sequence[int], receivers: Sequence[int], *, several_connections: bool = False
+) -> dict[int, list[int]]:
+    """Assign donors to receivers, with an even load.
 
-    `several_lines`: where there are few donors one may send several pieces at once, each over a line of its own. What
-    trains on a device has processors to spare, and a line is as fast as one of them.
+    Args:
+        donors: ranks that hold the state.
+        receivers: ranks that need the state.
+        several_connections: let one donor send several pieces at once, each over its own connection. One connection is
+            as fast as one processor, and a member that trains on a device has processors to spare.
+
+    Returns:
+        Receiver -> the donor of each piece.
     """
-    count = DONORS if several_lines else min(DONORS, len(donors))
+    count = DONORS if several_connections else min(DONORS, len(donors))
     return {
         receiver: [donors[(number * count + piece) % len(donors)] for piece in range(count)]
         for number, receiver in enumerate(receivers)
@@ -85,9 +91,9 @@ def sources(donors: Sequence[int], receivers: Sequence[int], *, several_lines: b
 
 
 class Streams:
-    """One member's listening socket in one generation, and its lines to other members.
+    """One member's listening socket in one generation, and its connections to other members.
 
-    It listens on `address` alone, on one of `ports` (None: the kernel chooses).
+    The socket listens only on `address`, on one of `ports` (None: the kernel chooses).
 
     Raises:
         OSError: the address is not this host's, or no port is free.
@@ -100,30 +106,29 @@ class Streams:
         self._listener = listen(address, ports, backlog=max(_BACKLOG, size))
         self.card = Card(address, self._listener.getsockname()[1], secrets.token_bytes(16), VERSION)
         self.cards: dict[int, Card] = {}
-        "of all members, by rank"
+        "rank -> card of the member"
         self._changed = threading.Condition()
-        self._reached = {rank}
-        "ranks with whom packets were exchanged"
+        self._reached_ranks = {rank}
+        "ranks with which this member has exchanged full packets"
         self._serve: Callable[[socket.socket], None] | None = None
         self._closed = False
-        self._open: set[socket.socket] = {self._listener}
+        self._open_connections: set[socket.socket] = {self._listener}
         self._run(self._accept)
 
     def _run(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name=f"stream-{self._generation}", daemon=True).start()
 
-    # ------------------------------------------------------------------------------------------------ to meet
+    # ------------------------------------------------------------------------------------------------ rendezvous
 
     def meet(self, store: Store, timeout_s: float) -> dict[int, str]:
-        """Exchange cards through the store, and then a full packet each way with every other member of this version.
+        """Exchange cards through the store, then a full packet each way with every member of this version.
 
         Args:
             store: rendezvous, private to the generation.
-            timeout_s: seconds until a member that has not come by then is taken for unreachable.
+            timeout_s: seconds after which an absent member counts as unreachable.
 
         Returns:
-            The ranks with whom it failed -> ADDRESS:PORT to which the connection was to lead, and their version if that
-            is the reason; empty: not known.
+            Unreachable rank -> ADDRESS:PORT of the failed connection, with the versions if they differ; empty: unknown.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -135,35 +140,35 @@ class Streams:
             cards = (store.get(f"card/{rank}") for rank in range(self._size))
             self.cards = {rank: msgspec.json.decode(card, type=Card) for rank, card in enumerate(cards)}
             left_s = min(EXCHANGE_S, max(0.0, end - time.monotonic()))
-            alike = {rank for rank, card in self.cards.items() if card.version == VERSION}
-            for other in alike.intersection(range(self._rank)):
+            same_version = {rank for rank, card in self.cards.items() if card.version == VERSION}
+            for other in same_version.intersection(range(self._rank)):
                 self._run(self._reach, other, left_s)
             with self._changed:
-                self._changed.wait_for(lambda: self._reached >= alike, left_s)
-                absent = sorted(self.cards.keys() - (alike & self._reached))
+                self._changed.wait_for(lambda: self._reached_ranks >= same_version, left_s)
+                absent = sorted(self.cards.keys() - (same_version & self._reached_ranks))
         return {other: self._endpoint_for(other) for other in absent if other != self._rank}
 
     def _await_cards(self, store: Store, timeout_s: float) -> list[int]:
-        """Wait for all members' cards; returns the ranks whose cards did not come. Raises RuntimeError."""
+        """Wait for all members' cards; returns the ranks whose card did not arrive. Raises RuntimeError."""
         keys = [f"card/{rank}" for rank in range(self._size)]
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
         except DistStoreError:
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if absent == [self._rank]:
-                raise  # nobody else can be blamed
+                raise  # only this member's own card is missing
             return absent
         return []
 
     def _endpoint_for(self, other: int) -> str:
-        """Where the line to another member leads: the lower rank of two listens."""
-        theirs = self.cards.get(other)
-        card = self.card if other > self._rank else theirs
+        """Return the endpoint of the connection to another member. The lower rank of two listens."""
+        other_card = self.cards.get(other)
+        card = self.card if other > self._rank else other_card
         if card is None:
             return ""
-        if theirs is None or theirs.version == VERSION:
+        if other_card is None or other_card.version == VERSION:
             return card.endpoint
-        return f"{card.endpoint}: {_UNLIKE.format(*sorted((theirs.version, VERSION)))}"
+        return f"{card.endpoint}: {_VERSIONS_DIFFER.format(*sorted((other_card.version, VERSION)))}"
 
     def _reach(self, other: int, timeout_s: float) -> None:
         with contextlib.suppress(OSError):
@@ -172,33 +177,33 @@ class Streams:
 
     def _note_reached(self, other: int) -> None:
         with self._changed:
-            self._reached.add(other)
+            self._reached_ranks.add(other)
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------------ to take
+    # ------------------------------------------------------------------------------------------- outgoing connections
 
     def connect(self, rank: int, timeout_s: float = _HELLO_S) -> socket.socket:
-        """A new line to another member. Raises OSError."""
+        """Open a new connection to another member. Raises OSError."""
         card = self.cards[rank]
-        line = socket.create_connection((card.address, card.port), timeout_s)
+        connection = socket.create_connection((card.address, card.port), timeout_s)
         try:
-            self._keep(line)
-            size = _packet_size(line)
-            line.sendall(_HELLO.pack(size, card.token, self._rank).ljust(size, b"\0"))
-            size = int.from_bytes(receive(line, 2), "little")
-            receive(line, max(0, size - 2))
+            self._keep(connection)
+            size = _packet_size(connection)
+            connection.sendall(_HELLO.pack(size, card.token, self._rank).ljust(size, b"\0"))
+            size = int.from_bytes(receive(connection, 2), "little")
+            receive(connection, max(0, size - 2))
         except OSError:
-            self.drop(line)
+            self.drop(connection)
             raise
-        line.settimeout(PATIENCE_S)
-        return line
+        connection.settimeout(PATIENCE_S)
+        return connection
 
-    # ------------------------------------------------------------------------------------------------ to give
+    # ------------------------------------------------------------------------------------------- incoming connections
 
     def serve(self, handler: Callable[[socket.socket], None] | None) -> None:
-        """From now on call `handler` on a thread of its own for each line that others open to here.
+        """Set the handler of incoming connections. Each call runs on its own thread.
 
-        None: they wait for the next handler.
+        None: incoming connections wait for the next handler.
         """
         with self._changed:
             self._serve = handler
@@ -207,98 +212,100 @@ class Streams:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                line, _ = self._listener.accept()
-            except OSError:  # it is closed; or the script has used up its file descriptors, perhaps for a moment
+                connection, _ = self._listener.accept()
+            except OSError:  # the listener is closed, or the script has used up its file descriptors for a moment
                 time.sleep(_RETRY_S)
             else:
-                self._run(self._greet, line)
+                self._run(self._greet, connection)
 
-    def _greet(self, line: socket.socket) -> None:
+    def _greet(self, connection: socket.socket) -> None:
         try:
-            self._keep(line)
-            line.settimeout(_HELLO_S)
-            size, token, caller = _HELLO.unpack(receive(line, _HELLO.size))
+            self._keep(connection)
+            connection.settimeout(_HELLO_S)
+            size, token, caller = _HELLO.unpack(receive(connection, _HELLO.size))
             if not hmac.compare_digest(token, self.card.token):
                 return
-            receive(line, max(0, size - _HELLO.size))
-            size = _packet_size(line)
-            line.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
+            receive(connection, max(0, size - _HELLO.size))
+            size = _packet_size(connection)
+            connection.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
             self._note_reached(caller)
-            if not line.recv(1, socket.MSG_PEEK):  # the caller only wanted to know whether the path is whole
+            if not connection.recv(1, socket.MSG_PEEK):  # the caller only wanted to know whether the path is whole
                 return
-            line.settimeout(PATIENCE_S)
+            connection.settimeout(PATIENCE_S)
             with self._changed:
                 self._changed.wait_for(lambda: self._serve is not None or self._closed)
                 handler = self._serve
             if handler is not None:
-                handler(line)
+                handler(connection)
         except OSError:
             return
         finally:
-            self.drop(line)
+            self.drop(connection)
 
-    # ------------------------------------------------------------------------------------------------ the end
+    # --------------------------------------------------------------------------------------------------- shutdown
 
-    def _keep(self, line: socket.socket) -> None:
+    def _keep(self, connection: socket.socket) -> None:
         with self._changed:
-            self._open.add(line)
+            self._open_connections.add(connection)
             closed = self._closed
         if closed:
-            self.drop(line)
+            self.drop(connection)
             raise ConnectionAbortedError("the generation is over")
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def drop(self, line: socket.socket) -> None:
-        """Close one line."""
+    def drop(self, connection: socket.socket) -> None:
+        """Close one connection."""
         with self._changed:
-            self._open.discard(line)
-        line.close()
+            self._open_connections.discard(connection)
+        connection.close()
 
     def close(self) -> None:
-        """Shut everything: every transfer ends at once with OSError. May be called from any thread, repeatedly."""
+        """Close all connections: every transfer ends at once with OSError. Any thread may call this, repeatedly."""
         with self._changed:
             self._closed = True
-            lines, self._open = self._open, set()
+            connections, self._open_connections = self._open_connections, set()
             self._changed.notify_all()
-        for line in lines:
+        for connection in connections:
             with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)  # wakes threads that are in a call on it; they close it
-            if line is self._listener:
-                line.close()
+                connection.shutdown(socket.SHUT_RDWR)  # wakes threads that are in a call on it; they close it
+            if connection is self._listener:
+                connection.close()
 
 
-def _packet_size(line: socket.socket) -> int:
-    return min(_LARGEST_PACKET, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
+def _packet_size(connection: socket.socket) -> int:
+    return min(_LARGEST_PACKET, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
 
 
-def receive(line: socket.socket, size: int) -> bytes:
-    """Exactly `size` bytes. Raises OSError, also if the peer ends before."""
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Receive exactly `size` bytes. Raises OSError, also if the peer closes the connection early."""
     data = bytearray(size)
-    receive_into(line, [memoryview(data)])
+    receive_into(connection, [memoryview(data)])
     return bytes(data)
 
 
-def send_all(line: socket.socket, buffers: list[memoryview]) -> None:
-    """Send several buffers, one after the other, in as few calls as possible; empties the list. Raises OSError."""
+def send_all(connection: socket.socket, buffers: list[memoryview]) -> None:
+    """Send several buffers in order, in as few system calls as possible; empties the list. Raises OSError."""
     while buffers:
-        _advance(buffers, line.sendmsg(buffers))
+        _advance(buffers, connection.sendmsg(buffers))
 
 
-def receive_into(line: socket.socket, buffers: list[memoryview], moved: Callable[[], None] = lambda: None) -> None:
-    """Fill several buffers; empties the list, and calls `moved` whenever something has come. Raises OSError."""
+def receive_into(
+    connection: socket.socket, buffers: list[memoryview], moved: Callable[[], None] = lambda: None
+) -> None:
+    """Fill several buffers; empties the list. Calls `moved` after each arrival of data. Raises OSError."""
     while buffers:
-        got = line.recvmsg_into(buffers)[0]
-        if not got:
+        size = connection.recvmsg_into(buffers)[0]
+        if not size:
             raise ConnectionResetError("the peer closed the connection")
         moved()
-        _advance(buffers, got)
+        _advance(buffers, size)
 
 
-def _advance(buffers: list[memoryview], done: int) -> None:
-    whole = 0
-    while whole < len(buffers) and done >= buffers[whole].nbytes:
-        done -= buffers[whole].nbytes
-        whole += 1
-    del buffers[:whole]
-    if done:
-        buffers[0] = buffers[0][done:]
+def _advance(buffers: list[memoryview], moved_bytes: int) -> None:
+    complete_count = 0
+    while complete_count < len(buffers) and moved_bytes >= buffers[complete_count].nbytes:
+        moved_bytes -= buffers[complete_count].nbytes
+        complete_count += 1
+    del buffers[:complete_count]
+    if moved_bytes:
+        buffers[0] = buffers[0][moved_bytes:]

@@ -1,4 +1,4 @@
-"""Exchanges of a few bytes among members, and waits for them, which another thread can end."""
+"""Exchanges of a few bytes among members, and waits that another thread can interrupt."""
 
 import contextlib
 import itertools
@@ -15,74 +15,74 @@ from fallow.worker.transport import gloo
 from fallow.worker.transport.stream import Streams
 
 _LENGTH_BYTES = 8
-_ROOM = 2048
-"""Bytes of each part that a gather brings in one exchange; only longer parts need a second one."""
+_FIRST_BYTES = 2048
+"""Bytes of each part that the first exchange of a gather carries. Longer parts need a second exchange."""
 
 PATIENCE_S = 5.0
-"""For so long a worker waits for a sibling. A sibling that is gone breaks the connection much sooner."""
+"""Seconds for which a worker waits for a sibling. The connection to a dead sibling breaks much sooner."""
 
 
 class Interrupted(Exception):
-    """A pending collective was given up. Never reaches the user's code."""
+    """A pending collective was interrupted. Never reaches the user's code."""
 
 
 @dataclass(slots=True)
 class Connections:
-    """What the members of a group are connected by."""
+    """The connections of one member of a group."""
 
     gloo_groups: list[Any] = field(default_factory=list)
-    "control's, then what sums tensors of the host if there is such a one, then the node's"
+    "groups for control, then for sums of host tensors (not if the device has a communicator), then for the node"
     transport: Any = None
     streams: Streams | None = None
     store: Any = None
-    "kept: a communicator may ask it again, and torch does not keep what is written in Python"
+    "reference that keeps the store alive: a communicator may use it later, and torch keeps no Python objects alive"
 
 
 class Exchange:
-    """An exchange of bytes among members: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
+    """A pending exchange: `works` fill `buffer`, in rank order, with `lengths` bytes from each member."""
 
-    def __init__(self, waits: "Waits", taken: torch.Tensor, lengths: Sequence[int], works: Sequence[Any] = ()) -> None:
-        self._waits, self._taken, self._lengths, self._works = waits, taken, lengths, works
+    def __init__(self, waits: "Waits", buffer: torch.Tensor, lengths: Sequence[int], works: Sequence[Any] = ()) -> None:
+        self._waits, self._buffer, self._lengths, self._works = waits, buffer, lengths, works
 
     def wait(self) -> list[bytes]:
-        """Wait for the bytes of all members, by rank.
+        """Wait for the bytes of all members, in rank order.
 
         Raises:
-            Interrupted: they do not come.
+            Interrupted: the bytes of some member do not arrive.
         """
         self._waits.finish(self._works)
         self._works = ()
         self._waits.exchanges.discard(self)
-        data = self._taken.numpy().tobytes()
+        data = self._buffer.numpy().tobytes()
         ends = itertools.accumulate(self._lengths)
         return [data[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
 
 
 class Waits:
-    """What members tell each other, over the first of their gloo groups, and what one thread at a time waits for.
+    """Exchanges over the first gloo group, and interruptible waits of one thread at a time.
 
-    The heartbeats tell of the waits.
+    The heartbeats report the waits.
     """
 
     patience_s: float | None = None
-    "for a peer's answer; None: for as long as it takes"
+    "seconds to wait for a peer's answer; None: no limit"
 
     def __init__(self, size: int, connections: Connections | None) -> None:
         self.size = size
         self.connections = connections or Connections()
         self.exchanges: set[Exchange] = set()
-        "memory to which peers write, also late ones"
+        "exchanges whose memory late peers may still write to"
         self.broken: str | None = None
-        "why there is nothing to wait for any more; None: there is"
+        "reason of the interruption; None: not interrupted"
         self.waiting = False
-        "the training thread waits for other members"
+        "True while the training thread waits for other members"
         self.turned_at = 0.0
-        "time.monotonic at which the last wait began or ended, or a part of the state came in"
+        "time.monotonic() when the last wait began or ended, or when a part of the state last arrived"
         self._guard = threading.Lock()
         self._wakes: list[Callable[[], None]] = []
 
     def interrupt(self, reason: str) -> None:
-        """End every wait, now and in future; from any thread."""
+        """End every current and future wait. Any thread may call this."""
         with self._guard:
             self.broken = self.broken or reason
             wakes = list(self._wakes)
@@ -91,10 +91,10 @@ class Waits:
 
     @contextlib.contextmanager
     def waits(self, wake: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Inside, the training thread waits for other members: the head must not take it for one that hangs.
+        """Mark a wait for other members, so that the head does not take this worker for one that hangs.
 
         Args:
-            wake: called, from any thread, at an interrupt meanwhile.
+            wake: called, from any thread, if an interrupt happens during the wait.
         """
         self._wakes.append(wake)
         self.waiting, self.turned_at = True, time.monotonic()
@@ -105,11 +105,11 @@ class Waits:
             self._wakes.remove(wake)
 
     def moved(self) -> None:
-        """A part of the state has come in: those who wait for the rest of it get on."""
+        """Note progress of a wait: a part of the state has arrived."""
         self.turned_at = time.monotonic()
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for works of gloo.
+        """Wait for gloo's works.
 
         Raises:
             Interrupted: `interrupt` was called, a peer's connection is lost, or `patience_s` has passed.
@@ -131,13 +131,13 @@ class Waits:
         if self.broken is not None:
             raise Interrupted(self.broken)
 
-    # ------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------- exchanges
 
     def tell(self, part: bytes) -> Exchange:
-        """Launch an exchange of a few bytes among all.
+        """Launch an exchange of a few bytes among all ranks.
 
         Args:
-            part: of equal length on all ranks.
+            part: this rank's bytes; of equal length on all ranks.
 
         Raises:
             Interrupted: `interrupt` was called, or a peer's connection is lost.
@@ -145,27 +145,27 @@ class Waits:
         return self._tell(part, [len(part)] * self.size)
 
     def gather(self, part: bytes) -> list[bytes]:
-        """Parts of unlike length of all members, by rank; waits. Raises as `tell`."""
-        told = self.tell(len(part).to_bytes(_LENGTH_BYTES) + part[:_ROOM].ljust(_ROOM, b"\0")).wait()
-        lengths = [int.from_bytes(text[:_LENGTH_BYTES]) for text in told]
-        rest = self._tell(part[_ROOM:], [max(0, length - _ROOM) for length in lengths]).wait()
-        begun = (text[_LENGTH_BYTES:][:length] for text, length in zip(told, lengths, strict=True))
-        return [head + tail for head, tail in zip(begun, rest, strict=True)]
+        """Exchange parts of different lengths and wait for them. Returns them in rank order. Raises as `tell`."""
+        texts = self.tell(len(part).to_bytes(_LENGTH_BYTES) + part[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0")).wait()
+        lengths = [int.from_bytes(text[:_LENGTH_BYTES]) for text in texts]
+        tails = self._tell(part[_FIRST_BYTES:], [max(0, length - _FIRST_BYTES) for length in lengths]).wait()
+        heads = (text[_LENGTH_BYTES:][:length] for text, length in zip(texts, lengths, strict=True))
+        return [head + tail for head, tail in zip(heads, tails, strict=True)]
 
     def _tell(self, part: bytes, lengths: list[int]) -> Exchange:
-        """Launch an exchange; `lengths` of all parts, by rank.
+        """Launch an exchange of parts with these `lengths`, in rank order.
 
-        Directly: each rank sends N - 1 messages. gloo's ring needs 4 (N - 1) for a sum and 2 (N - 1) for a gather, each
-        after the one before it, and every message costs both sides processor time.
+        Uses all-to-all: each rank sends N - 1 messages at once. gloo's ring needs 4 (N - 1) messages for a sum and
+        2 (N - 1) for a gather, one after the other, and every message costs processor time on both sides.
         """
-        taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        given = torch.frombuffer(bytearray(part * self.size), dtype=torch.uint8) if part else taken[:0]
+        incoming = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        outgoing = torch.frombuffer(bytearray(part * self.size), dtype=torch.uint8) if part else incoming[:0]
         if self.size == 1 or not any(lengths):
-            return Exchange(self, given, lengths)
+            return Exchange(self, outgoing, lengths)
         if self.broken is None:
             try:
                 group, counts = self.connections.gloo_groups[0], [len(part)] * self.size
-                exchange = Exchange(self, taken, lengths, [group.alltoall_base(taken, given, lengths, counts)])
+                exchange = Exchange(self, incoming, lengths, [group.alltoall_base(incoming, outgoing, lengths, counts)])
                 self.exchanges.add(exchange)
                 return exchange
             except RuntimeError as error:
@@ -177,55 +177,53 @@ class Waits:
 
 
 class _State(IntEnum):
-    DEAF = 0
-    "its wait ended without an answer"
-    HEARD = 1
+    NO_ANSWER = 0
+    "the worker's wait ended without an answer"
+    HAS_ANSWER = 1
     LEAVES = 2
-    "as DEAF, and it takes part in no further exchange of this generation"
+    "NO_ANSWER, and the worker takes part in no further exchange of this generation"
 
 
 class Node(Waits):
-    """One worker's siblings, the workers of one generation that share its node: what one has heard, all of them have.
+    """The siblings of a worker: the workers of one generation on the same node. Siblings share answers.
 
-    A worker whose connection to another node breaks may miss an answer that its siblings have got. They would act on it
-    while this one computes the step again, and a model that is sharded over the node's workers would hang in that
-    moment. So siblings compare what they have heard before anybody acts on it, over connections that do not leave the
-    node.
+    A worker whose connection to another node breaks may miss an answer that its siblings have. The siblings would act
+    on the answer while this worker repeats the step, and a model that is sharded over the node's workers would hang.
+    So siblings exchange answers before anybody acts on them, over connections that do not leave the node.
 
     Args:
-        process_group: the connections among them, used for nothing else; None: it has no siblings.
-        size: workers of the node in this generation, with this one.
+        process_group: gloo group of the siblings, used for nothing else; None: no siblings.
+        size: number of workers of the node in this generation, including this worker.
     """
 
     def __init__(self, process_group: Any = None, size: int = 1) -> None:
         super().__init__(size, Connections([process_group]))
         self.patience_s = PATIENCE_S
 
-    def share(self, heard: bytes | None) -> bytes | None:
-        """Give siblings the answer to an exchange, or take it from them.
+    def share(self, answer: bytes | None) -> bytes | None:
+        """Share the answer to an exchange with the siblings.
 
         Args:
-            heard: the answer; None: this worker did not get it.
+            answer: this worker's answer; None: it got no answer.
 
         Returns:
-            The answer if any of the node's workers has it, else None. A worker that cannot reach its siblings any more
-            gets back what it gave.
+            The answer if any of the node's workers has it, else None. If the siblings cannot be reached: `answer`.
         """
-        return self._share(heard, _State.DEAF if heard is None else _State.HEARD)
+        return self._share(answer, _State.NO_ANSWER if answer is None else _State.HAS_ANSWER)
 
     def leave(self) -> None:
-        """Tell siblings that this worker goes over to the next generation without an answer from this one."""
+        """Tell the siblings that this worker enters the next generation without an answer from this one."""
         self._share(None, _State.LEAVES)
 
-    def _share(self, heard: bytes | None, state: _State) -> bytes | None:
+    def _share(self, answer: bytes | None, state: _State) -> bytes | None:
         if self.size == 1 or self.broken is not None:
-            return heard
+            return answer
         try:
             states = [_State(text[0]) for text in self.tell(bytes([state])).wait()]
-            if _State.HEARD in states and len(set(states)) > 1:
-                heard = self.gather(heard or b"")[states.index(_State.HEARD)]
+            if _State.HAS_ANSWER in states and len(set(states)) > 1:
+                answer = self.gather(answer or b"")[states.index(_State.HAS_ANSWER)]
         except Interrupted:
-            return heard
+            return answer
         if _State.LEAVES in states:
             self.interrupt("a worker of this node has left the generation")
-        return heard
+        return answer

@@ -49,7 +49,7 @@ def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, threaded: b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", disk.write)
         patch.setattr(ledgers, "network_filesystem", lambda _: "nfs" if threaded else None)
-        patch.setattr(ledgers, "KEPT_BYTES", kept)
+        patch.setattr(ledgers, "MAX_BACKLOG_BYTES", kept)
         patch.setattr(ledgers, "PATIENCE_S", 60.0)
         ledger = Ledger(path, told.append)
         ledger.add(Start(generation=1, first_step=0))
@@ -91,7 +91,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
     assert 300 < path.stat().st_size < 600
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2
-    assert "cannot be written (No space left on device); the training goes on" in warned[0]
+    assert "cannot be written (No space left on device). The training continues" in warned[0]
     report = audit(records, {1: 0}, steps=60, per_step=4)
     assert (report.consumed, report.unknown, report.lost) == (4 * len(kept), 4 * (50 - len(kept)), 40)
 

@@ -26,10 +26,10 @@ def tell(*words):
 class Run:
     def __init__(self, thing, released):
         self.thing, self.released = thing, released
-    def _finished(self):
+    def _finish(self):
         tell("finished")
         return 0 if self.released else None
-    def _failed(self, code, text, trace, signature):
+    def _report_failure(self, code, text, trace, signature):
         tell("failed", code, text)
     def _advice(self, error):
         return ""
@@ -85,7 +85,7 @@ session_with_agent(sys.argv[1]).open()
 
 def test_a_launcher_between_the_agent_and_the_script_is_named_as_what_may_be_wrong() -> None:
     """torchrun closes what its workers inherit."""
-    with pytest.raises(FallowError, match="If torchrun or the like stands between"):
+    with pytest.raises(FallowError, match="without torchrun or another launcher"):
         session_with_agent("999")
 
 
@@ -97,7 +97,7 @@ def test_what_a_script_logs_and_how_it_fails_is_told_whatever_its_texts_hold(
     run = Run(agent.session, None)
     agent.order(is_main=True)
     run.log(**{"loss/caf\udce9": 1.0, "a\0b": 2.0, "n" * 10_000: 3.0})
-    run._failed(
+    run._report_failure(
         1, "no file 'caf\udce9.txt'", "line\n\x1b[31mno file 'caf\udce9.txt'\x1b[0m\n", "OSError at caf\udce9.py:3"
     )
     told = Decoder[FromWorker](FromWorker).decode(encode(agent.status))

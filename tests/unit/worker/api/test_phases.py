@@ -104,7 +104,7 @@ def test_a_rehearsal_is_a_whole_update_that_leaves_nothing_behind_not_even_a_wis
             mine = seen[member.session.worker]  # type: ignore[union-attr]
             mine.append((run.rehearsing, update.step, bool(run.is_main), run.mean(4.0)))
             if not run.rehearsing:
-                member.saver.asked = False  # type: ignore[union-attr]
+                member.saver.is_requested = False  # type: ignore[union-attr]
         return average, state
 
     world = World(tmp_path, Generation("a"), Generation("ab", at_step=2))

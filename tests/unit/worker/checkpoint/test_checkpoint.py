@@ -16,7 +16,7 @@ import builders
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.model import FallowError
 from fallow.worker.checkpoint import writer
-from fallow.worker.checkpoint.manifest import PartInfo, complete_ones, read_manifest
+from fallow.worker.checkpoint.manifest import PartInfo, complete_checkpoints, read_manifest
 from fallow.worker.checkpoint.parts import PartSnapshot, take
 from fallow.worker.checkpoint.restore import load, load_newest
 from fallow.worker.checkpoint.writer import Writing
@@ -43,7 +43,7 @@ def state() -> dict[str, Any]:
     }
 
 
-ABOUT: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "written_at": 5.0}
+ABOUT: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "by_hand": False, "written_at": 5.0}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -57,7 +57,13 @@ def same(a: Any, b: Any) -> bool:
 
 
 def write(
-    folder: Path, step: int, world: int, *, only: set[int] | None = None, modes: Sequence[list[str]] = (), **known: Any
+    folder: Path,
+    step: int,
+    world: int,
+    *,
+    only: set[int] | None = None,
+    modes: Sequence[list[str]] = (),
+    **manifest_fields: Any,
 ) -> list[Report]:
     """Let `world` members (or `only` some of them) write a checkpoint at the same time; what they report.
 
@@ -65,9 +71,9 @@ def write(
     """
     reports: list[Report] = []
     members = []
-    tree = known.pop("tree", None) or state()
+    tree = manifest_fields.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
-        about = {**ABOUT, "step": step, "modes": modes[rank] if modes else [], **known}
+        about = {**ABOUT, "step": step, "modes": modes[rank] if modes else [], **manifest_fields}
         member = Writing(folder, take(tree, rank, world, **about), reports.append)
         member.start()
         members.append(member)
@@ -78,23 +84,23 @@ def write(
     return reports
 
 
-def written(folder: Path, step: int, world: int, **known: Any) -> Path:
+def written(folder: Path, step: int, world: int, **manifest_fields: Any) -> Path:
     """The folder of a checkpoint that `world` members have written."""
-    (done,) = write(folder, step, world, **known)
-    return Path(done.path)
+    (checkpoint,) = write(folder, step, world, **manifest_fields)
+    return Path(checkpoint.path)
 
 
 @pytest.mark.parametrize("world", [1, 8])
 def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int) -> None:
-    (done,) = write(tmp_path, 7, world, modes=[["frozen model.0.weight"]] * world)
-    assert isinstance(done, Checkpoint), "one member finishes, nobody complains"
-    folder = Path(done.path)
-    assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
+    (checkpoint,) = write(tmp_path, 7, world, modes=[["frozen model.0.weight"]] * world)
+    assert isinstance(checkpoint, Checkpoint), "one member finishes, nobody complains"
+    folder = Path(checkpoint.path)
+    assert list(tmp_path.iterdir()) == [folder] == complete_checkpoints(tmp_path)
     assert folder.name == "g00000002-s000000000007"
     assert same(load(folder), state() | {"modes": ["frozen model.0.weight"], "extra": {}})
     manifest, digest = read_manifest(folder)
-    assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, done.digest)
-    assert done.nbytes == sum(file.size for file in manifest.files)
+    assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, checkpoint.digest)
+    assert checkpoint.nbytes == sum(file.size for file in manifest.files)
     names = {".metadata", "manifest", "extra.distcp", *(f"__{rank}_0.distcp" for rank in range(world))}
     assert {path.name for path in folder.iterdir()} == names
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -177,7 +183,7 @@ class Script:
             prepared.add(thing)
         return prepared
 
-    def seen(self) -> list[Any]:
+    def visible_state(self) -> list[Any]:
         state = self.optimizer.state_dict()
         return [self.model.state_dict(), state, self.schedule.state_dict(), self.average.state_dict(), self.counts]
 
@@ -193,15 +199,15 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
     script.train(3)
     script.model.inner.scales = {"amax": torch.rand(3), "steps": 41}
     prepared = script.prepared(compiled=name == "adamw")
-    known = {"names": prepared.names(), "extra": read_extra(prepared.modules)}
-    folder = written(tmp_path, 3, 3, tree=export_state(prepared, {"step": 3}, modes=()), **known)
+    options = {"names": prepared.names(), "extra": read_extra(prepared.modules)}
+    folder = written(tmp_path, 3, 3, tree=export_state(prepared, {"step": 3}, modes=()), **options)
     dcp_to_torch_save(folder, tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    plain.model.load_state_dict(whole["models"][0], strict=True)
-    plain.optimizer.load_state_dict(whole["optimizers"][0])
-    for thing, saved in zip((plain.schedule, plain.plateau, plain.average), whole["others"], strict=True):
+    torch_state = torch.load(tmp_path / "whole.pt", weights_only=True)
+    plain.model.load_state_dict(torch_state["models"][0], strict=True)
+    plain.optimizer.load_state_dict(torch_state["optimizers"][0])
+    for thing, saved in zip((plain.schedule, plain.plateau, plain.average), torch_state["others"], strict=True):
         thing.load_state_dict(saved)
-    plain.counts = whole["dicts"][0]
+    plain.counts = torch_state["dicts"][0]
     some = {"models.0.inner.weight": torch.zeros(5, 5)}
     torch.distributed.checkpoint.load(some, checkpoint_id=folder)
     assert torch.equal(some["models.0.inner.weight"], script.model.inner.weight)
@@ -209,11 +215,11 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
     assert load_state(again.prepared(), load(folder)) == {"step": 3}
     assert torch.equal(again.model.mask, script.model.mask), "it is no part of state_dict, but of the run's state"
     for one in (plain, again):
-        assert same(one.seen(), script.seen())
+        assert same(one.visible_state(), script.visible_state())
     for one in (script, plain, again):
         one.train(2)
     for one in (plain, again):
-        assert same(one.seen(), script.seen())
+        assert same(one.visible_state(), script.visible_state())
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "manifest"])
@@ -237,13 +243,13 @@ def test_a_damaged_one_is_passed_over_and_told_and_the_one_before_is_loaded(tmp_
     newest = written(tmp_path, 7, 2, tree=state() | {"position": {"step": 8}})
     part = newest / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
-    told: list[tuple[str, str]] = []
-    paths = [str(path) for path in reversed(complete_ones(tmp_path))]
-    found = load_newest(paths, lambda path, why: told.append((path, why)), lambda: None)
-    assert found["position"] == {"step": 7, "loss": 0.5}
-    ((path, why),) = told
+    unusable: list[tuple[str, str]] = []
+    paths = [str(path) for path in reversed(complete_checkpoints(tmp_path))]
+    tree = load_newest(paths, lambda path, why: unusable.append((path, why)), lambda: None)
+    assert tree["position"] == {"step": 7, "loss": 0.5}
+    ((path, why),) = unusable
     assert path == str(newest) and "__0_0.distcp" in why
-    with pytest.raises(FallowError, match="no older one is left"):
+    with pytest.raises(FallowError, match="no older checkpoint is left"):
         load_newest(paths[:1], lambda *_: None, lambda: None)
     assert load_newest([], lambda *_: None, lambda: None) is None
 
@@ -269,7 +275,7 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
         patch.setattr(writer, "HURRY_S", 0.2)
         (failed,) = write(tmp_path, 7, 3, only={0})
     assert "rank" in failed.reason
-    assert "1 did not come" in failed.reason
+    assert "ranks 1" in failed.reason
     assert [path.name[-3:] for path in tmp_path.iterdir()] == ["006"], "the older one alone is left"
     # Without the first member nobody gives it up: the next complete one sweeps it away.
     assert write(tmp_path, 8, 3, only={1, 2}) == []

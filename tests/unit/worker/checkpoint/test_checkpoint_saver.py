@@ -56,8 +56,8 @@ class Member:
         self.group = Group(3, rank, size, None)
         self.saver = Saver(self.session, clock)  # type: ignore[arg-type]
 
-    def save(self, step: int, asked: int = 0) -> None:
-        self.saver.save(self.group, self.prepared, {"step": step}, step, 0, asked=asked)
+    def save(self, step: int, requests: int = 0) -> None:
+        self.saver.save(self.group, self.prepared, {"step": step}, step, 0, requests=requests)
 
     def suspend(self, step: int) -> None:
         self.saver.suspend(self.group, self.prepared, {"step": step}, step, 0)
@@ -80,9 +80,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_member_that_leaves_without_a_head_wishes_a_checkpoint_and_then_has_nothing_to_lose(tmp_path: Path) -> None:
     member = Member(tmp_path, 0, 1, every_s=0.0)
     member.session.hear(silent_s=60.0, ends_in_s=60.0)
-    assert member.saver.wish(2) == 0.0, "there is time"
+    assert member.saver.vote(2) == 0.0, "there is time"
     member.session.hear(silent_s=60.0, ends_in_s=20.0)
-    assert member.saver.wish(2) == 1.0
+    assert member.saver.vote(2) == 1.0
     assert not member.saver.has_nothing_to_lose(member.group, 4)
     member.save(4)
     member.saver.finish()
@@ -95,23 +95,23 @@ def test_a_member_that_leaves_without_a_head_wishes_a_checkpoint_and_then_has_no
 def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) -> None:
     member = Member(tmp_path, 0, 1, every_s=0.0)
     member.session.hear(checkpoints_asked=4)
-    assert member.saver.wish(1) == 0.0, "no interval, and nobody asked since this member came"
-    member.saver.asked = True
-    assert member.saver.wish(4) == 1.0
+    assert member.saver.vote(1) == 0.0, "no interval, and nobody asked since this member came"
+    member.saver.is_requested = True
+    assert member.saver.vote(4) == 1.0
     member.save(1)
-    assert not member.saver.asked
+    assert not member.saver.is_requested
     member.session.hear(checkpoints_asked=5)
     others = 3.0
-    assert member.saver.wish(4) + others < 0, "whatever the others want"
+    assert member.saver.vote(4) + others < 0, "whatever the others want"
     gate.set()
     member.saver.finish()
-    assert member.saver.wish(4) == 1.0, "the wish that was made meanwhile is not forgotten"
-    member.save(2, asked=member.session.news.checkpoints_asked)
-    assert member.saver.wish(4) <= 0.0
+    assert member.saver.vote(4) == 1.0, "the wish that was made meanwhile is not forgotten"
+    member.save(2, requests=member.session.news.checkpoints_asked)
+    assert member.saver.vote(4) <= 0.0
     member.saver.finish()
     assert [one.by_hand for one in member.session.written] == [False, True]
     due = Member(tmp_path, 0, 1, every_s=1e-9)
-    assert due.saver.wish(1) == 1.0
+    assert due.saver.vote(1) == 1.0
 
 
 def test_parts_that_nobody_puts_together_do_not_pile_up(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_parts_that_nobody_puts_together_do_not_pile_up(tmp_path: Path) -> None:
     for step in (10, 12, 14, 16):
         member.save(step)
         member.saver.finish()
-    left = sorted(path.name[-6:] for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["14.tmp", "16.tmp"]
+    folders = sorted(path.name[-6:] for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["14.tmp", "16.tmp"]
 
 
 def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.Event) -> None:
@@ -141,15 +141,15 @@ def test_a_checkpoint_of_which_the_index_alone_is_missing_when_the_node_goes_awa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float
 ) -> None:
     """Nor is the index waited for until the head gives up who has not left: its import may take that long."""
-    indexing, gone = threading.Event(), threading.Event()
-    monkeypatch.setattr(writing, "write_index", lambda *_: (indexing.set(), gone.wait(120)))
+    indexing, node_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(writing, "write_index", lambda *_: (indexing.set(), node_end.wait(120)))
     member = Member(tmp_path, 0, 1, every_s=0.0)
     member.save(4)
     assert indexing.wait(120)
     member.session.hear(ends_in_s=left_s)
     began = time.monotonic()
     member.saver.finish()
-    gone.set()
+    node_end.set()
     assert time.monotonic() - began < 5.0
     assert ([saved.step for saved in member.session.written], member.session.unsaved) == ([4], [])
 
@@ -161,12 +161,12 @@ def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Pat
     member.saver.finish()
     member.session.news.checkpoint_due_at = clock.now + 10
     clock.now += 11
-    assert member.saver.wish(2) == 0.0
+    assert member.saver.vote(2) == 0.0
     member.session.orders.obey(Order(node=1, term=1, edition=1, unsaved=(3, 10)))
-    assert member.saver.wish(2) == 1.0
+    assert member.saver.vote(2) == 1.0
     member.save(12)
     member.saver.finish()
-    assert member.saver.wish(2) == 0.0, "that was the one before"
+    assert member.saver.vote(2) == 0.0, "that was the one before"
 
 
 def test_without_a_head_the_interval_runs_from_the_last_one(tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_without_a_head_the_interval_runs_from_the_last_one(tmp_path: Path) -> N
     member = Member(tmp_path, 0, 1, 600.0, clock)
     for step in (1, 2):
         clock.now += 599
-        assert member.saver.wish(1) == 0.0
+        assert member.saver.vote(1) == 0.0
         clock.now += 1
-        assert member.saver.wish(1) == 1.0
+        assert member.saver.vote(1) == 1.0
         member.save(step)
         member.saver.finish()
 
@@ -188,15 +188,15 @@ def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
     member = Member(tmp_path, 0, 1, 0.0, clock)
     member.save(10)
     clock.now += writing.STUCK_S - 1
-    assert member.saver.wish(4) == -4.0
+    assert member.saver.vote(4) == -4.0
     clock.now += 2
-    assert member.saver.wish(4) == 0.0
+    assert member.saver.vote(4) == 0.0
     member.save(11)
     (told,) = member.session.unsaved
     assert (told.generation, told.step) == (3, 11), "nothing else is begun there"
     assert "has not answered for 1200 s" in told.reason
     member.suspend(12)
-    assert member.saver.wish(4) == 0.0
+    assert member.saver.vote(4) == 0.0
     gate.set()
     deadline = time.monotonic() + 120
     while [one.step for one in member.session.written] != [10, 13]:

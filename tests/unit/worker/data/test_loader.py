@@ -48,14 +48,14 @@ def elastic(batch_size: int = 4, global_batch: int = 8, seed: int = 3, **options
 
 def epochs_of(loader: ElasticLoader, epochs: int = 2) -> list[tuple[list[int], list[float]]]:
     """All batches, in order."""
-    found = []
+    batches = []
     loader.replan(Key(0, 0, 0), range)
     for epoch in range(epochs):
         for step in range(len(loader)):
             for shard in range(len(loader.cut(epoch, step).sizes)):
                 indices, noise = loader.fetch(Key(epoch, step, shard))
-                found.append((indices.tolist(), noise.tolist()))
-    return found
+                batches.append((indices.tolist(), noise.tolist()))
+    return batches
 
 
 def test_order_and_augmentation_depend_on_seed_and_epoch_only() -> None:
@@ -63,9 +63,9 @@ def test_order_and_augmentation_depend_on_seed_and_epoch_only() -> None:
     for processes in (0, 2):
         torch.rand(7)  # whatever the script drew before
         assert epochs_of(elastic(shuffle=True, num_workers=processes)) == one
-    used = [index for indices, _ in one for index in indices]
-    assert sorted(used[:24]) == sorted(used[24:]) == list(range(24))
-    assert used[:24] != used[24:]
+    numbers = [index for indices, _ in one for index in indices]
+    assert sorted(numbers[:24]) == sorted(numbers[24:]) == list(range(24))
+    assert numbers[:24] != numbers[24:]
     assert len({noise for _, values in one for noise in values}) == 48
     assert epochs_of(elastic(shuffle=True, seed=4)) != one
 
@@ -84,13 +84,13 @@ class Staged(Dataset[Any]):
 
 
 def test_a_data_set_is_told_the_epoch_where_it_does_not_hear_the_script() -> None:
-    one, other, here = (ElasticLoader(DataLoader(Staged(), 4, num_workers=number), 3, 8) for number in (1, 2, 0))
-    found = epochs_of(one)
-    assert epochs_of(other) == found
-    assert [index for indices, _ in found for index in indices] == [*range(24), *range(100, 124)]
-    assert len({number for _, drawn in found for number in drawn}) == 2
-    here.dataset.set_epoch(7)
-    assert {index // 100 for indices, _ in epochs_of(here) for index in indices} == {7}, "as the script has said"
+    one, other, in_script = (ElasticLoader(DataLoader(Staged(), 4, num_workers=number), 3, 8) for number in (1, 2, 0))
+    batches = epochs_of(one)
+    assert epochs_of(other) == batches
+    assert [index for indices, _ in batches for index in indices] == [*range(24), *range(100, 124)]
+    assert len({number for _, drawn in batches for number in drawn}) == 2
+    in_script.dataset.set_epoch(7)
+    assert {index // 100 for indices, _ in epochs_of(in_script) for index in indices} == {7}, "as the script has said"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
 
 
 def test_a_sampler_without_an_end_and_one_that_gives_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_MOST", 500)
+    monkeypatch.setattr(loader_module, "_MAX_SAMPLES", 500)
     with pytest.raises(FallowError, match="sampler Own does not end: 500 samples for a data set of 24"):
         elastic(sampler=Own(lambda epoch: itertools.cycle(range(24))))
     assert len(elastic(sampler=Own(lambda epoch: [*range(20)] * 24))) == 60
@@ -249,7 +249,7 @@ class Ahead:
         ahead = deque(next(self.feed) for _ in range(self.depth))
         for _ in range(500):
             ahead.append(next(self.feed))
-            with rng.kept():
+            with rng.preserve_generators():
                 batch = self.collate(self.dataset.__getitems__(ahead.popleft()))
             yield batch
         raise AssertionError("a batch that is wanted does not come")
@@ -325,7 +325,7 @@ def test_a_seed_fixes_all_generators_each_gives_other_numbers_and_they_are_put_b
     assert all(rng.is_generator(generator) for generator in own)
     assert not rng.is_generator(random.SystemRandom())
     rng.seed_everything(1, own)
-    with contextlib.suppress(ZeroDivisionError), rng.kept(own):
+    with contextlib.suppress(ZeroDivisionError), rng.preserve_generators(own):
         rng.seed_everything(2, own)
         raise ZeroDivisionError
     assert [*drawn(), *map(draw, own)] == found[0]
@@ -357,7 +357,7 @@ def test_generators_of_an_accelerator_other_than_cudas_are_put_back(monkeypatch:
     accelerator = Accelerator()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda kind=None: torch.cuda if kind == "cuda" else accelerator)
-    with rng.kept():
+    with rng.preserve_generators():
         rng.seed_everything(3)
         assert accelerator.states == [3, 3]
     assert accelerator.states == [1, 2]

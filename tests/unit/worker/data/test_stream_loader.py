@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fallow.model import FallowError
-from fallow.worker.data.source import Key, Reached
-from fallow.worker.data.stream_loader import StreamLoader, content_crc, copied
+from fallow.worker.data.source import DataPosition, Key
+from fallow.worker.data.stream_loader import StreamLoader, content_crc, copy_batch
 
 
 class Numbers(IterableDataset[tuple[int, float]]):
@@ -92,15 +92,15 @@ class Holder:
 def test_a_copied_batch_shares_nothing_that_a_body_may_change() -> None:
     """NumPy arrays and objects were shared by the phases of a step, and by a step that is done again."""
     batch = {"x": torch.zeros(2), "y": [numpy.zeros(2), "text", None], "z": Holder([0])}
-    other = copied(batch)
+    other = copy_batch(batch)
     other["x"] += 1
     other["y"][0] += 1
     other["z"].values[0] += 1
     assert (batch["x"].tolist(), batch["y"][0].tolist(), batch["z"].values) == ([0, 0], [0, 0], [0])
     assert (other["x"].tolist(), other["y"][0].tolist(), other["z"].values) == ([1, 1], [1, 1], [1])
     assert other["y"][1:] == ["text", None]
-    with pytest.raises(FallowError, match="a batch holds a generator, which cannot be copied"):
-        copied(number for number in range(2))
+    with pytest.raises(FallowError, match="a batch contains a generator, which cannot be copied"):
+        copy_batch(number for number in range(2))
 
 
 @pytest.mark.parametrize(
@@ -115,25 +115,25 @@ def test_the_last_step_is_known_as_such(size: int, last: list[int], full_last: l
 @pytest.mark.parametrize(
     ("loader", "at", "said"),
     [
-        (stream(0), Reached(0, 0), "only 0 batches in epoch 0, too few for a step: check the dataset$"),
-        (stream(11, drop_last=True), Reached(2, 0), r"only 2 batches in epoch 2.*drop_last=False"),
-        (stream(24), Reached(1, 2), r"ended after 6 batches in epoch 1, where the run is at step 2 of 3 batches"),
-        (stream(24), Reached(1, 9), r"ended after 6 batches in epoch 1, where the run is at step 9 of 3 batches"),
+        (stream(0), DataPosition(0, 0), "only 0 batches in epoch 0, too few for a step: check the dataset$"),
+        (stream(11, drop_last=True), DataPosition(2, 0), r"only 2 batches in epoch 2.*drop_last=False"),
+        (stream(24), DataPosition(1, 2), r"ended after 6 batches in epoch 1, where the run is at step 2 of 3 batches"),
+        (stream(24), DataPosition(1, 9), r"ended after 6 batches in epoch 1, where the run is at step 9 of 3 batches"),
     ],
 )
-def test_a_stream_that_is_too_short(loader: StreamLoader, at: Reached, said: str) -> None:
+def test_a_stream_that_is_too_short(loader: StreamLoader, at: DataPosition, said: str) -> None:
     with pytest.raises(FallowError, match=said):
         loader.cut(*at)
 
 
 def test_the_rehearsal_begins_where_the_members_are_by_then() -> None:
     loader = stream()
-    heard = iter([Reached(0, 1), Reached(0, 2), Reached(1, 1), Reached(1, 1), Reached(9, 9)])
+    heard = iter([DataPosition(0, 1), DataPosition(0, 2), DataPosition(1, 1), DataPosition(1, 1), DataPosition(9, 9)])
     batch = loader.example(lambda: next(heard))
     batch[1].zero_()
-    assert next(heard) == Reached(9, 9), "it stops when nobody has moved"
+    assert next(heard) == DataPosition(9, 9), "it stops when nobody has moved"
     reference = passed(stream(), 1)
-    assert values(loader.example(lambda: Reached(1, 1))) == reference[1][1]
+    assert values(loader.example(lambda: DataPosition(1, 1))) == reference[1][1]
     assert step_of(loader, 1, 1) == reference[1], "the rehearsal used nothing up"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from fallow.model import FallowError
 from fallow.worker.handover import intake, pieces, supply
 from fallow.worker.handover.snapshot import Snapshot, export_state, load_state
-from fallow.worker.handover.transfer import HOLDS, TORN, Roles, Standing, transfer
+from fallow.worker.handover.transfer import HOLDS, TORN, Roles, StateStatus, transfer
 from fallow.worker.prepared import state
 from fallow.worker.prepared.checksum import fingerprint as state_sum
 from fallow.worker.prepared.modes import KINDS
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 class Member:
-    """What one worker prepared, and its standing."""
+    """What one worker prepared, and the status of its state."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Member:
         for thing in (self.model, self.optimizer, self.schedule, self.average, self.scaler, self.counts):
             self.prepared.add(thing)
         self.step = 0
-        self.standing = Standing()
+        self.state_status = StateStatus()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -127,34 +127,38 @@ def equal(one: Member, two: Member) -> None:
 def trained(steps: int, optimizer: str = "adamw", seed: int = 1) -> Member:
     """A member that holds the run's state."""
     member = Member(seed, OPTIMIZERS[optimizer])
-    member.standing.value = HOLDS
+    member.state_status.value = HOLDS
     member.train(steps)
     return member
 
 
 def agreed(members: Sequence[Member], *, modes: Sequence[str] = KINDS) -> Roles:
     """What members conclude at a switch."""
-    holders = [rank for rank, member in enumerate(members) if member.standing.holds]
+    holders = [rank for rank, member in enumerate(members) if member.state_status.has_state]
     most = max((members[rank].step for rank in holders), default=0)
     donors = [rank for rank in holders if members[rank].step == most] or [0]
     receivers = [rank for rank in range(len(members)) if rank not in donors]
-    whole = not holders or any(member.standing.whole for member in members) or len(holders) > len(donors)
-    return Roles(donors=donors, receivers=receivers, begun=bool(holders), whole=whole, modes=modes)
+    weights_in_pause = (
+        not holders or any(member.state_status.weights_in_pause for member in members) or len(holders) > len(donors)
+    )
+    return Roles(
+        donors=donors, receivers=receivers, has_begun=bool(holders), weights_in_pause=weights_in_pause, modes=modes
+    )
 
 
 def meet(group: Group, member: Member, roles: Roles, fingerprint: int) -> intake.Intake | None:
     """One member's part in a switch; what it received."""
     plain = transfer(
-        group, member.prepared, member.standing, roles, lambda: {"step": member.step}, fingerprint=fingerprint
+        group, member.prepared, member.state_status, roles, lambda: {"step": member.step}, fingerprint=fingerprint
     )
     assert (plain is not None) == (group.rank in roles.receivers)
     if plain is not None:
         member.step = plain["step"]
-    return member.standing.latest
+    return member.state_status.latest
 
 
 def all_meet(
-    ours: Sequence[Group], members: Sequence[Member], roles: Roles | None = None
+    groups: Sequence[Group], members: Sequence[Member], roles: Roles | None = None
 ) -> list[intake.Intake | Exception | None]:
     """A switch that may fail; what became of it on each member."""
     roles = roles or agreed(members)
@@ -162,29 +166,29 @@ def all_meet(
 
     def one(group: Group, member: Member) -> intake.Intake | Exception | None:
         try:
-            got = meet(group, member, roles, fingerprint)
-            if not member.standing.settle():
+            result = meet(group, member, roles, fingerprint)
+            if not member.state_status.settle():
                 raise Interrupted(group.broken)
         except (FallowError, Interrupted) as error:
-            for each in ours:  # as the head would: a donor that was not asked for anything yet sees nothing of it
+            for each in groups:  # as the head would: a donor that was not asked for anything yet sees nothing of it
                 each.interrupt(str(error))
             return error
-        return got
+        return result
 
     with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(one, ours, members))
+        return list(pool.map(one, groups, members))
 
 
 def change(members: Sequence[Member], roles: Roles | None = None) -> list[intake.Intake]:
     """One whole change of generation; the state is complete on all afterwards. What was received, by rank."""
-    ours = build_world(len(members))
-    done = all_meet(ours, members, roles)
-    for one in done:
+    groups = build_world(len(members))
+    results = all_meet(groups, members, roles)
+    for one in results:
         if isinstance(one, Exception):
             raise one
-    for group in ours:
+    for group in groups:
         group.destroy()
-    return done  # type: ignore[return-value]
+    return results  # type: ignore[return-value]
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -203,14 +207,14 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 def test_a_newcomer_trains_on_bit_for_bit_like_the_member_it_met(name: str, steps: int) -> None:
     old, new = trained(steps, name), Member(2, OPTIMIZERS[name])
     counts = new.counts
-    taken = change([old, new])[1]
+    new_intake = change([old, new])[1]
     equal(old, new)
-    assert new.standing.holds
+    assert new.state_status.has_state
     assert counts is new.counts, "a dict is replaced in place"
-    assert LARGE_WEIGHTS < taken.bytes_in_pause < 2 * LARGE_WEIGHTS, "only the average's are that large"
-    held = LARGE_WEIGHTS - (9000 * 8 * 4 if name == "lbfgs" else 0)
-    assert taken.bytes_behind >= held
-    assert (taken.bytes_behind > held) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
+    assert LARGE_WEIGHTS < new_intake.bytes_in_pause < 2 * LARGE_WEIGHTS, "only the average's are that large"
+    late_bytes = LARGE_WEIGHTS - (9000 * 8 * 4 if name == "lbfgs" else 0)
+    assert new_intake.bytes_behind >= late_bytes
+    assert (new_intake.bytes_behind > late_bytes) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
     for member in (old, new):
         member.train(3)
     equal(old, new)
@@ -225,7 +229,7 @@ def test_groups_that_a_script_added_to_an_optimizer_on_the_way(missed: int, newe
         return torch.optim.AdamW([p for p in parameters if p.shape[:1] != (9000,)], lr=0.01)
 
     old, new = Member(1, make), Member(2, make)
-    old.standing.value = HOLDS
+    old.state_status.value = HOLDS
     for number in range(2):
         old.train(1)
         for member in (old, new):
@@ -271,9 +275,9 @@ def test_from_a_checkpoint_all_have_frozen_what_was_frozen_when_it_was_written(k
         equal(writer, member)
     after = writer.prepared.modes.export()
     for member, own in zip(members, before, strict=True):
-        wanted = [line for line in after if line.startswith(tuple(kept))]
-        wanted += [line for line in own if not line.startswith(tuple(kept))]
-        assert sorted(member.prepared.modes.export()) == sorted(wanted)
+        expected_modes = [line for line in after if line.startswith(tuple(kept))]
+        expected_modes += [line for line in own if not line.startswith(tuple(kept))]
+        assert sorted(member.prepared.modes.export()) == sorted(expected_modes)
 
 
 def test_donors_with_different_optimizer_state_are_found_out() -> None:
@@ -288,17 +292,17 @@ def test_donors_with_different_optimizer_state_are_found_out() -> None:
 def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
     """The newcomer dies before its first question: no line is there whose end would tell."""
     old, new = trained(0), Member(2, OPTIMIZERS["adamw"])
-    ours = build_world(2)
+    groups = build_world(2)
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(meet, ours[0], old, agreed([old, new]), 0)
+        run = pool.submit(meet, groups[0], old, agreed([old, new]), 0)
         deadline = time.monotonic() + DEADLINE_S
-        while old.standing.supply is None or not ours[0].waiting:
+        while old.state_status.supply is None or not groups[0].waiting:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        ours[0].interrupt("the newcomer is gone")
+        groups[0].interrupt("the newcomer is gone")
         with pytest.raises(Interrupted, match="the newcomer is gone"):
             run.result(DEADLINE_S)
-    assert old.standing.holds
+    assert old.state_status.has_state
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
@@ -307,69 +311,69 @@ def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(
 ) -> None:
     """The same where it is the newcomer that waits no longer."""
     old, new = trained(2), Member(2, OPTIMIZERS["adamw"])
-    members, ours, is_broken, sent = [old, new], build_world(2), threading.Event(), Counter[socket.socket]()
+    members, groups, is_broken, part_of = [old, new], build_world(2), threading.Event(), Counter[socket.socket]()
     real = pieces.send_piece
 
     def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, count: int) -> None:
-        part, sent[line] = sent[line], sent[line] + 1
-        if part == supply.LATE:
+        part, part_of[line] = part_of[line], part_of[line] + 1
+        if part == supply.LATE_PART:
             assert is_broken.wait(DEADLINE_S)
         real(line, memory, number, count)
 
     monkeypatch.setattr(supply, "send_piece", send)
     roles, fingerprint = agreed(members), state_sum(old.prepared.weights())
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda group, member: meet(group, member, roles, fingerprint), ours, members))
+        list(pool.map(lambda group, member: meet(group, member, roles, fingerprint), groups, members))
     assert all(map(torch.equal, old.model.parameters(), new.model.parameters())), "forward and backward may run"
     if is_given_up:
-        new.standing.give_up()
-        assert ours[1].broken, "what comes later would be written into the next state"
+        new.state_status.give_up()
+        assert groups[1].broken, "what comes later would be written into the next state"
     else:
-        ours[1].interrupt("on purpose")
+        groups[1].interrupt("on purpose")
     is_broken.set()
-    assert [member.standing.settle() for member in members] == [False, is_given_up]
-    assert [member.standing.value for member in members] == [HOLDS, TORN]
+    assert [member.state_status.settle() for member in members] == [False, is_given_up]
+    assert [member.state_status.value for member in members] == [HOLDS, TORN]
     for member in members:
-        member.standing.give_up()
+        member.state_status.give_up()
     change([new, old])
     equal(old, new)
 
 
 def spoil_once(monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
     """The outline (None), or a part, of the first donor arrives damaged."""
-    left, taken = [what], Counter[socket.socket]()
+    targets, part_of = [what], Counter[socket.socket]()
 
     def receive(line: socket.socket, size: int) -> bytes:
         data = stream.receive(line, size)
-        if left != [None] or size <= supply.HEAD.size:
+        if targets != [None] or size <= supply.HEAD.size:
             return data
-        left.clear()
+        targets.clear()
         return data[:-1] + bytes([data[-1] ^ 1])
 
     def receive_piece(line: socket.socket, memory: Any, number: int, *how: Any) -> int:
-        part, taken[line] = taken[line], taken[line] + 1
-        got = pieces.receive_piece(line, memory, number, *how)
-        if (number, left) == (0, [part]):
-            left.clear()
+        part, part_of[line] = part_of[line], part_of[line] + 1
+        size = pieces.receive_piece(line, memory, number, *how)
+        if (number, targets) == (0, [part]):
+            targets.clear()
             raise pieces.Damaged
-        return got
+        return size
 
     monkeypatch.setattr(intake, "receive", receive)
     monkeypatch.setattr(intake, "receive_piece", receive_piece)
 
 
-@pytest.mark.parametrize("what", [None, supply.EARLY, supply.MIDDLE, supply.LATE])
+@pytest.mark.parametrize("what", [None, supply.EARLY_PART, supply.MIDDLE_PART, supply.LATE_PART])
 def test_t8_what_arrives_damaged_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
     members = [trained(2), trained(2), Member(2, OPTIMIZERS["adamw"])]
     spoil_once(monkeypatch, what)
     *_, error = all_meet(build_world(len(members)), members)
     # Weights may have been changed by the script: they are tried once more in the next generation, as a whole.
-    assert isinstance(error, Interrupted if what == supply.MIDDLE else FallowError)
-    if what != supply.MIDDLE:
+    assert isinstance(error, Interrupted if what == supply.MIDDLE_PART else FallowError)
+    if what != supply.MIDDLE_PART:
         assert "state arrived damaged from another member" in str(error)
-    assert [member.standing.value for member in members] == [HOLDS, HOLDS, TORN]
+    assert [member.state_status.value for member in members] == [HOLDS, HOLDS, TORN]
     for member in members:
-        member.standing.give_up()
+        member.state_status.give_up()
     change(members)
     equal(members[0], members[2])
 
@@ -398,7 +402,7 @@ def test_optimizers_that_load_in_their_own_way_and_state_of_another_dtype_are_re
 
     for make in (OPTIMIZERS["momentum"], lambda p: Own(p, lr=0.01, momentum=0.9)):
         old, new = Member(1, make), Member(2, make)
-        old.standing.value = HOLDS
+        old.state_status.value = HOLDS
         old.train(1)
         entry = old.optimizer.state[old.model.wide.weight]
         entry["momentum_buffer"] = entry["momentum_buffer"].double()  # plain loading makes it float32 again
@@ -461,11 +465,11 @@ def test_pieces_make_the_whole_and_a_bit_that_is_changed_on_the_way_is_found(
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.booleans())
-def test_the_load_is_spread_evenly_over_the_donors(donors: int, receivers: int, several_lines: bool) -> None:
-    plan = sources(range(donors), range(100, 100 + receivers), several_lines=several_lines)
+def test_the_load_is_spread_evenly_over_the_donors(donors: int, receivers: int, several_connections: bool) -> None:
+    plan = sources(range(donors), range(100, 100 + receivers), several_connections=several_connections)
     for row in plan.values():
         assert len(set(row)) == min(4, donors)
-        assert len(row) == (4 if several_lines else min(4, donors))
+        assert len(row) == (4 if several_connections else min(4, donors))
     loads = [sum(row.count(donor) for row in plan.values()) for donor in range(donors)]
     assert max(loads) - min(loads) <= 1
 

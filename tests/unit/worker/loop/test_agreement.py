@@ -23,7 +23,7 @@ CUT = Cut((4, 4), (7, 8), last=False)
 
 def opening(**fields: Any) -> Opening:
     """Of one member; the same but for `fields`, of which some are those of its call."""
-    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "since": 1, "standing": HOLDS}
+    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "since": 1, "state_status": HOLDS}
     call = Call(shards=2, batch_size=4, samples=0, epochs=1)
     call = call._replace(**{name: fields.pop(name) for name in Call._fields if name in fields})
     return Opening(**{**usual, "call": call, **fields})

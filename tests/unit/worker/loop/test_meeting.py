@@ -268,7 +268,7 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
             part = parts[line]
             parts[line] += 1
         end, wake = time.monotonic() + DEADLINE_S, threading.Event()
-        while part == supply.LATE and memory and not is_broken() and time.monotonic() < end:
+        while part == supply.LATE_PART and memory and not is_broken() and time.monotonic() < end:
             wake.wait(0.005)
         send(line, memory, number, pieces)
 

@@ -140,7 +140,7 @@ def test_who_ends_without_having_come_to_the_members_has_not_finished_the_traini
     place.joined, place.in_sync = True, False
     place.position.call_steps = 1
     with pytest.raises(Stranger):
-        run._finished()
+        run._finish()
 
 
 def test_a_checkpoint_of_an_older_version_counts_calls_from_the_scripts_beginning() -> None:

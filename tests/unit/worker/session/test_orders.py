@@ -64,7 +64,7 @@ def test_a_list_that_is_another_one_here_is_refused(planned: Plan) -> None:
     worker.go(plan(1, 1, 2))
     assert worker.obey(planned, committed=1).build is None
     upcoming = worker.orders.upcoming
-    assert not upcoming.standing
+    assert not upcoming.is_ready
     assert (upcoming.refusal.generation, upcoming.refusal.unreachable) == (2, ())
     worker.obey(planned, committed=2)
     assert worker.orders.switch_offered == 0

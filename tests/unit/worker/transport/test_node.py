@@ -30,13 +30,13 @@ def groups() -> Iterator[list[Group]]:
         siblings = next(node for node in NODES if rank in node)
         return build_group(1, rank, SIZE, store, "127.0.0.1", PATIENCE_S, siblings=siblings)
 
-    made = on_all(range(SIZE), build)
-    for group in made:
+    members = on_all(range(SIZE), build)
+    for group in members:
         group.node.patience_s = PATIENCE_S
-    yield made
-    for group in made:
+    yield members
+    for group in members:
         group.interrupt("over")
-    for group in reversed(made):
+    for group in reversed(members):
         group.destroy()
 
 
@@ -52,8 +52,8 @@ def test_all_have_what_one_has_heard(groups: list[Group], heard: tuple[bool, ...
     on_node = [groups[rank] for rank in NODES[0]]
     has = dict(zip(NODES[0], heard, strict=True))
     for _ in range(2):
-        found = on_all(on_node, lambda group: group.node.share(answer if has[group.rank] else None))
-        assert found == [answer if any(heard) else None] * 3
+        answers = on_all(on_node, lambda group: group.node.share(answer if has[group.rank] else None))
+        assert answers == [answer if any(heard) else None] * 3
 
 
 def test_nobody_waits_for_a_worker_that_leaves_the_generation(groups: list[Group]) -> None:

@@ -41,21 +41,21 @@ class Head:
         else:
             with self._lock:
                 self.parts[node] += 1
-                said = Gather(node=node, generation=part.generation, key=part.key, part=part.part)
-                found, nodes = self._gathers.take(said)
-            if found is None:
+                gather = Gather(node=node, generation=part.generation, key=part.key, part=part.part)
+                gathered, nodes = self._gathers.take(gather)
+            if gathered is None:
                 return
-            answer = found
+            answer = gathered
         for to in nodes:
             self.gathers[to].answer(answer)
 
 
 def test_only_the_answer_to_a_part_is_its_answer_and_nobody_waits_for_a_generation_that_was_given_up() -> None:
     """A build that waits for a dead peer's part would hold up the end of the process."""
-    sent: list[Part] = []
-    gathers = AgentGathers(sent.append, 3)
+    parts: list[Part] = []
+    gathers = AgentGathers(parts.append, 3)
     gathers.give("key", b"mine", within_node=True)
-    assert sent == [Part(generation=3, key="key", part=b"mine", within_node=True)]
+    assert parts == [Part(generation=3, key="key", part=b"mine", within_node=True)]
     gathers.answer(Gathered(generation=3, key="other", parts=(b"to another question",)))
     assert gathers.parts("key", 0.0) is None
     gathers.answer(Gathered(generation=3, key="key", parts=(b"mine",)))
@@ -64,7 +64,7 @@ def test_only_the_answer_to_a_part_is_its_answer_and_nobody_waits_for_a_generati
         waiting = [pool.submit(gathers.parts, "late", 2 * LONG_S), pool.submit(gathers.missing, "late")]
         gathers.close()
         for one in (*waiting, pool.submit(gathers.give, "more", b"mine")):
-            with pytest.raises(RuntimeError, match="generation 3 was given up"):
+            with pytest.raises(RuntimeError, match="generation 3 was cancelled"):
                 one.result(LONG_S)
 
 
@@ -95,8 +95,8 @@ def test_what_one_member_sets_all_get_if_all_ask_or_have_set() -> None:
     stores[0].correction = [b"id", b"port"]
     with ThreadPoolExecutor(3) as pool:
         stores[0].set("device/0", "the id")
-        found = [pool.submit(store.get, "device/0") for store in stores]
-        assert [one.result(LONG_S) for one in found] == [b"the id"] * 3
+        values = [pool.submit(store.get, "device/0") for store in stores]
+        assert [one.result(LONG_S) for one in values] == [b"the id"] * 3
     assert all(store.check(["device/0"]) for store in stores)
     assert not stores[0].check(["device/1"])
 
@@ -104,17 +104,17 @@ def test_what_one_member_sets_all_get_if_all_ask_or_have_set() -> None:
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_who_is_missing_is_asked_again_where_the_answer_was_lost(is_complete: bool) -> None:
     """A refusal that names nobody lets the head take the one who refuses for the cause, if that comes three times."""
-    asked = list[Part]()
+    questions = list[Part]()
 
     def send(part: Part) -> None:
-        asked.append(part)
-        if len(asked) == 2:
+        questions.append(part)
+        if len(questions) == 2:
             answer = {"parts": (b"mine", b"theirs")} if is_complete else {"missing": (2,)}
             gathers.answer(Gathered(generation=part.generation, key=part.key, **answer))
 
     gathers = AgentGathers(send, GENERATION)
     assert gathers.missing("card") == (() if is_complete else (2,))
-    assert asked == [Part(generation=GENERATION, key="card", part=b"")] * 2
+    assert questions == [Part(generation=GENERATION, key="card", part=b"")] * 2
 
 
 @pytest.mark.parametrize("node", [1, 2])
