@@ -126,7 +126,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
     unseen = not site.harvest_unseen and permission.Visibility().look(for_us, config)
-    refused = permission.refusals(for_us, config, unseen=unseen, allow_unfair=site.harvest_unfair)
+    refused = permission.refusals(for_us, config, are_jobs_hidden=unseen, allow_unfair=site.harvest_unfair)
     has_pyslurm = importlib.util.find_spec("pyslurm") is not None and settings.slurm.client == "auto"
     found = [
         checks.slurm_version(config),

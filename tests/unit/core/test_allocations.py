@@ -46,7 +46,7 @@ def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
     for _ in range(5):
         assert observe(mine, [], NOW, 30) is None
     assert mine.state is AllocationState.RUNNING, "its agent still answers"
-    mine.agents["n1"].gone = True
+    mine.agents["n1"].has_left = True
     observe(mine, [], NOW, 30)
     assert mine.state is AllocationState.ENDED
 
@@ -66,7 +66,7 @@ def test_a_job_whose_agents_live_runs_though_slurmctld_came_back_with_an_older_s
     mine = allocation("tok", job_id="7", agents={"n1": Agent(node=1)}, nodes=["n1"], end_at=NOW + 60.0)
     assert observe(mine, [ours("7", "PENDING", reason="Priority")], NOW, 30) is None
     assert (mine.state, mine.nodes, mine.end_at) == (AllocationState.RUNNING, ["n1"], NOW + 60.0)
-    mine.agents["n1"].gone = True
+    mine.agents["n1"].has_left = True
     assert observe(mine, [ours("7", "PENDING", reason="Priority")], NOW, 30) is not None
     assert mine.state is AllocationState.PENDING
 

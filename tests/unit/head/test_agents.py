@@ -415,7 +415,7 @@ def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_w
     assert [text.rpartition(" on h1 ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
     agent.start_again(4).end(None, signal=9)
     allocation = run.allocations[agent.hello.token]
-    assert (allocation.agents["h1"].again_at, allocation.end_code) == (talk.now + 8.0, None)
+    assert (allocation.agents["h1"].retry_at, allocation.end_code) == (talk.now + 8.0, None)
     talk.turn.release_allocation(run, allocation, "somebody waits")
     assert agent.idle().only(EndAgent).code == Exit.NO_RESTART, "a restart that waits keeps no node that is to go"
 
@@ -476,7 +476,7 @@ def test_s2_a_head_that_was_away_blames_nobody(talk: Talk, run: Run) -> None:
     allocation = run.allocations[dead.hello.token]
     dead.end(None, signal=9)
     settle(run, other)
-    allocation.agents["h1"].again_at = talk.now + 10_000.0
+    allocation.agents["h1"].retry_at = talk.now + 10_000.0
     talk.pass_s(600.0)
     talk.tick()
     assert allocation.live, "nobody is heard: the head is away"

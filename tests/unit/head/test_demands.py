@@ -4,8 +4,8 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, request
 from fallow.core.kinds import Kind, within
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Known
+from fallow.core.planning.knowledge import Knowledge
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.slurm.demands import estimate, kind_of
 from fallow.model import ClusterState, ReservationInfo, RunSpec
@@ -64,24 +64,24 @@ def new_run(**more: object) -> RunSpec:
 
 
 def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
-    found = estimate(idle(6), new_run(), HarvestRules(max_pending=4), [], Known())
+    found = estimate(idle(6), new_run(), HarvestRules(max_pending=4), [], Knowledge())
     assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
     assert sum(one.nodes for one in found.asks) == 4
     assert {one.partition for one in found.asks} == {"p"}
     assert all(60 < one.minutes <= 120 for one in found.asks)
     # What is asked for already takes its part.
     others = [request("t", run="other")]
-    assert estimate(idle(6), new_run(), HarvestRules(max_pending=4), others, Known()).nodes == 6
-    poor = estimate(idle(6), new_run(budget_node_hours=3.0), HarvestRules(), [], Known())
+    assert estimate(idle(6), new_run(), HarvestRules(max_pending=4), others, Knowledge()).nodes == 6
+    poor = estimate(idle(6), new_run(budget_node_hours=3.0), HarvestRules(), [], Knowledge())
     assert 0 < sum(one.nodes * one.minutes for one in poor.asks) <= 180
 
 
 def test_why_nothing_would_be_harvested_is_said() -> None:
     state = idle(1, "OFF")
-    found = estimate(state, new_run(), HarvestRules(), [], Known())
+    found = estimate(state, new_run(), HarvestRules(), [], Knowledge())
     assert found.asks == []
     (note,) = found.notes
     assert note.startswith("nothing may be harvested in any partition: it is down, not open to your groups, or ")
-    named = estimate(state, new_run(harvest_partitions=["gone"]), HarvestRules(), [], Known())
+    named = estimate(state, new_run(harvest_partitions=["gone"]), HarvestRules(), [], Knowledge())
     assert named.notes[0] == "there is no partition gone"
-    assert estimate(state, new_run(max_nodes=1), HarvestRules(), [], Known()).notes == []
+    assert estimate(state, new_run(max_nodes=1), HarvestRules(), [], Knowledge()).notes == []

@@ -242,7 +242,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     run = site.run(nodes=1)
     site.slurm.engine.arrive(job("7", site.slurm.now, 6, 86400.0, partition="scavenge"))
     await site.poll()
-    backoff = site.harvest.known.backoff
+    backoff = site.harvest.knowledge.backoff
     request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, request)
     site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))

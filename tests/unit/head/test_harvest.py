@@ -16,7 +16,7 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
-from fallow.core.planning.rules import AHEAD, HarvestRules
+from fallow.core.planning.rules import MIN_AHEAD, HarvestRules
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Work, tell
 from fallow.head.loop.turn import Turn
@@ -155,13 +155,13 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     await site.poll(200.0)
     second.active_at = site.slurm.now
     await site.poll(1.0)
-    assert site.harvest.known.experience.starts == [], "it waited for the old one; that is no start"
+    assert site.harvest.knowledge.experience.starts == [], "it waited for the old one; that is no start"
     assert run.live_allocations() == [second] and run.record.next_allocation == 2
 
 
 def test_a_note_that_cannot_be_read_is_forgotten(site: Site) -> None:
     site.harvest.recall({EXPERIENCE: b"\xc1 nonsense"})
-    assert site.harvest.known.experience.starts == []
+    assert site.harvest.knowledge.experience.starts == []
 
 
 def shared(tier: int = 1, **more: object) -> PartitionInfo:
@@ -205,7 +205,7 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     )
     shouted = msgspec.structs.replace(run.spec, harvest_options=["--account=PHYSICS", "--qos=Normal"])
     assert Asker.of(shouted) == Asker("physics", "normal"), "as Slurm shows them, and partitions name them"
-    one.hurried = True
+    one.has_normal_priority = True
     options = site.harvest.request(site.book.paths, run, one).options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=normal", "--account=physics"}
 
@@ -390,7 +390,7 @@ def rules(
     harvest = Harvest(Config(harvest=HarvestSection(**limits)))  # type: ignore[arg-type]
     harvest.interval_s = every_s
     if fallen_idle:
-        harvest.known.experience.came(fallen_idle, 0.0)
+        harvest.knowledge.experience.note_idle_nodes(fallen_idle, 0.0)
     return harvest.rules(at, site)
 
 
@@ -416,10 +416,10 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
 
 
 def test_requests_ahead_leave_room_for_what_is_idle() -> None:
-    assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
-    waits = [rules(fallen_idle=20, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
-    assert waits == [20, 10, AHEAD], "as many as came at once of late"
-    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), fallen_idle=20).ahead == 15, (
+    assert [rules(max_pending=most).max_ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
+    waits = [rules(fallen_idle=20, at=at).max_ahead for at in (0.0, 3600.0, 7 * 3600.0)]
+    assert waits == [20, 10, MIN_AHEAD], "as many as came at once of late"
+    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), fallen_idle=20).max_ahead == 15, (
         "half of those looked at"
     )
 

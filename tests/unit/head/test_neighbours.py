@@ -108,7 +108,7 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     for later in (0.0, 2.0):
         (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).give_backs
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
-    assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
+    assert (allocation.wanted_at, allocation.kill_at) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
     early, ended, last = (turn(book, NOW + s) for s in (LEAVE_S - 0.1, LEAVE_S, LEAVE_S + END_S))
     hurry(early, run, allocation)
     assert not early.messages

@@ -160,7 +160,7 @@ class Operations:
     def resume(self, turn: Turn, run: Name) -> None:
         """Ask for nodes again, whether a hand or Slurm's refusals had paused it, and for drained ones too."""
         found = self._active(run)
-        record, backoff = found.record, self._harvest.known.backoff
+        record, backoff = found.record, self._harvest.knowledge.backoff
         put_off = {what: backoff.put_off_until(what) for what in (base_job(found.id), harvest_jobs(found.id))}
         waits = found.failures >= DUDS or max(put_off.values()) > turn.now
         if not (record.paused or record.drained or waits):

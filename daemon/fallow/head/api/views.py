@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from fallow.core.allocations import Allocation, Shown
+from fallow.core.allocations import Allocation, PolledJobs
 from fallow.core.holes import is_idle
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
@@ -104,7 +104,7 @@ def _speed_views(run: Run) -> list[SpeedView]:
     if run.gain is None or not run.gain.curve.is_measured:
         return []
     return [
-        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.curve.seen)
+        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.curve.measurements)
         for nodes, speed in run.gain.speeds
     ]
 
@@ -202,9 +202,9 @@ def node_views(
 def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
     """Nodes of jobs of ours that are over for us, but not for Slurm when it was polled: they are no others'."""
     over = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
-    shown = Shown(cluster.jobs if over else [])
+    shown = PolledJobs(cluster.jobs if over else [])
     for holder in over:
-        for job in shown.of(holder[1]):
+        for job in shown.jobs_of(holder[1]):
             if job.state not in ENDED_STATES:
                 for node in job.nodes:
                     yield node, holder

@@ -176,7 +176,7 @@ class Turn:
             case ev.Admitted(node, host, token, boot):
                 agent = run.allocations[token].agents[host]
                 if agent.boot == boot and agent.node != node:
-                    agent.node, agent.again_at = node, None
+                    agent.node, agent.retry_at = node, None
                     self.dirty.add(run.id)
                 self.tell(run, node, Admitted(node=node, boot=boot))
             case ev.Unknown(node, host):

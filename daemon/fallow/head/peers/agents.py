@@ -86,9 +86,9 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
 
 def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
     run.agent_seen[allocation.token, host] = at
-    if allocation.agents[host].gone:
+    if allocation.agents[host].has_left:
         # It was only silent.
-        allocation.agents[host].gone = False
+        allocation.agents[host].has_left = False
         turn.dirty.add(run.id)
 
 
@@ -120,7 +120,7 @@ def _hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello
     agent = allocation.agents[hello.host]
     if hello.process != agent.process:
         # The one before has ended, and its workers with it: there is one agent on a node.
-        agent.process, agent.again_at = hello.process, None
+        agent.process, agent.retry_at = hello.process, None
         agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
         turn.record(run, "node", f"{hello.host} has another agent of {allocation.token} now")
     turn.messages.append((peer, _setup(turn, run, allocation)))
@@ -312,12 +312,12 @@ def _take_place(turn: Turn, run: Run, allocation: Allocation, host: str, end: En
     """A node's workers have ended: note when others take their place, if any do."""
     agent = allocation.agents[host]
     known = run.roster.nodes.get(end.node)
-    if agent.again_at is not None or agent.node != end.node or known is None or known.exited:
+    if agent.retry_at is not None or agent.node != end.node or known is None or known.exited:
         return
     if not run.may_restart(allocation, host) or end.code in FINAL:
         return
     wait_s = min(LONGEST_S, 2.0 ** min(agent.restarts, 20)) if agent.restarts else 0.0
-    agent.restarts, agent.again_at = agent.restarts + 1, turn.now + wait_s
+    agent.restarts, agent.retry_at = agent.restarts + 1, turn.now + wait_s
     when = f"in {wait_s:g} s" if wait_s else "now"
     turn.record(run, "restart", f"other workers take the place of {member_name(end.node)} on {host} {when}")
 
@@ -325,11 +325,11 @@ def _take_place(turn: Turn, run: Run, allocation: Allocation, host: str, end: En
 def restart_due(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Want other workers where their time has come; the answer to an agent's next heartbeat says so."""
     for host, agent in allocation.agents.items():
-        if agent.again_at is None or turn.now < agent.again_at:
+        if agent.retry_at is None or turn.now < agent.retry_at:
             continue
-        agent.again_at = None
+        agent.retry_at = None
         turn.dirty.add(run.id)
-        if allocation.state is AllocationState.RUNNING and host not in run.barred and not agent.gone:
+        if allocation.state is AllocationState.RUNNING and host not in run.barred and not agent.has_left:
             agent.boot, agent.node = agent.boot + 1, 0
 
 
@@ -354,8 +354,8 @@ def agent_gone(
 def give_up_agent(turn: Turn, run: Run, allocation: Allocation, host: str, reason: str) -> None:
     """Expect no more of an agent. This says nothing about its workers. With its last agent an allocation ends."""
     agent = allocation.agents[host]
-    if not agent.gone:
-        agent.gone = True
+    if not agent.has_left:
+        agent.has_left = True
         turn.dirty.add(run.id)
     if not allocation.hosts and allocation.live:
         turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")

@@ -12,7 +12,7 @@ from functools import partial
 
 import structlog
 
-from fallow.core.allocations import Allocation, Shown
+from fallow.core.allocations import Allocation, PolledJobs
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn
@@ -156,7 +156,7 @@ class SlurmCalls:
         if allocation is None or cluster is None:
             return False
         shown = [job for job in cluster.jobs if job_id in (job.job_id, job.het_job_id)]
-        is_anothers = bool(shown) and not Shown(shown).of(allocation)
+        is_anothers = bool(shown) and not PolledJobs(shown).jobs_of(allocation)
         if is_anothers:
             log.warning("cancel.skipped", job=job_id, token=token, shown=shown[0].name)
         return is_anothers

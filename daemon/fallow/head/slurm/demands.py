@@ -12,7 +12,7 @@ from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness, within
 from fallow.core.neighbour.needs import assess
-from fallow.core.planning.known import Known
+from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.situation import Situation
@@ -139,7 +139,7 @@ def estimate(
     spec: RunSpec,
     rules: HarvestRules,
     live: Sequence[Allocation],
-    known: Known,
+    known: Knowledge,
     ordered: Asker | None = None,
 ) -> Prospect:
     """Plan for this run as if its base job had begun; what other runs want besides is left out.
@@ -163,7 +163,7 @@ def estimate(
         kind=kind_of(spec, []),
         asker=Asker.of(spec, ordered),
     )
-    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), known, assess(cluster, live))
+    situation = Situation(cluster, [demand], live, replace(rules, max_ahead=0), known, assess(cluster, live))
     unbounded = replace(situation.rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED)
     asks, all_asks = (plan(some).asks for some in (situation, dataclasses.replace(situation, rules=unbounded)))
     return Prospect(

@@ -13,17 +13,17 @@ from fallow.core import records
 from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS
-from fallow.core.allocations import WAITING, Allocation, send, sent
+from fallow.core.allocations import WAITING, Allocation, begin_sbatch, end_sbatch
 from fallow.core.kinds import may_use, within
 from fallow.core.membership.messages import Unreadable
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.watch import Delays
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Experience, Learner
+from fallow.core.planning.knowledge import Experience, Learner
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, harvestable
-from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
+from fallow.core.planning.requests import Ask
+from fallow.core.planning.rules import MIN_PENDING, Demand, HarvestRules, allowed_now, harvestable
+from fallow.core.planning.shared_limits import Reserve, cap_demands, resolve_askers, yield_to_waiting
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.sbatch import takes_whole_nodes
@@ -80,7 +80,7 @@ class Harvest:
         self._config = config
         self._configured = _configured(config, groups)
         self._learner = Learner()
-        self.known = self._learner.known
+        self.knowledge = self._learner.knowledge
         self._reserve = Reserve(config.harvest.limit_reserve)
         self._written_at = 0.0
         self.neighbours = Neighbours(config)
@@ -100,8 +100,8 @@ class Harvest:
 
     def recall(self, notes: Mapping[str, bytes]) -> None:
         """Go on with what an earlier head has learned. What cannot be read is forgotten."""
-        self.known.experience = _read(notes.get(EXPERIENCE), Experience)
-        self.known.backoff = _read(notes.get(BACKOFF), Backoff)
+        self.knowledge.experience = _read(notes.get(EXPERIENCE), Experience)
+        self.knowledge.backoff = _read(notes.get(BACKOFF), Backoff)
         self.neighbours.delays = _read(notes.get(DELAYS), Delays)
         # What happened in between, nobody has seen.
         self.neighbours.delays.polled_at = None
@@ -109,16 +109,16 @@ class Harvest:
     def note(self, turn: Turn) -> None:
         """Have what was learned written down with this turn: the head ends, or a pause does."""
         self._written_at = turn.at
-        turn.notes[EXPERIENCE] = records.encode(self.known.experience)
-        turn.notes[BACKOFF] = records.encode(self.known.backoff)
+        turn.notes[EXPERIENCE] = records.encode(self.knowledge.experience)
+        turn.notes[BACKOFF] = records.encode(self.knowledge.backoff)
 
     def rules(self, now: float, site: ClusterConfig | None) -> HarvestRules:
         """What may be asked for now, at Unix time `now`."""
         slurm = self._config.slurm
         return allowed_now(
-            replace(self._configured, refused=self.neighbours.refused, stopped=self.stopped),
+            replace(self._configured, refusals=self.neighbours.refused, stopped=self.stopped),
             site,
-            self.known.experience,
+            self.knowledge.experience,
             now,
             self.interval_s,
             max_pending=self._config.harvest.max_pending,
@@ -142,7 +142,7 @@ class Harvest:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        jobs.take_in(turn, cluster, self.known.backoff)
+        jobs.take_in(turn, cluster, self.knowledge.backoff)
         accounts.settle(turn, cluster.at)
         turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
         with turn.apart("neighbours"):
@@ -169,7 +169,7 @@ class Harvest:
         self, turn: Turn, cluster: ClusterState, rules: HarvestRules, partitions: Sequence[PartitionInfo]
     ) -> None:
         """Carry out what the planner wants for the next interval. Args: partitions: that may be harvested."""
-        runs, known = {run.id: run for run in turn.book.on_slurm}, self.known
+        runs, known = {run.id: run for run in turn.book.on_slurm}, self.knowledge
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
@@ -200,10 +200,10 @@ class Harvest:
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, live, cluster, demands, partitions)
         live = [a for a in live if a.live]
-        known.unstarted = known.unstarted.look(cluster)
+        known.unschedulable = known.unschedulable.after_poll(cluster)
         excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
         found = plan(Situation(cluster, demands, live, rules, known, external, excluded))
-        known.backoff, known.unstarted = found.known.backoff, found.known.unstarted
+        known.backoff, known.unschedulable = found.knowledge.backoff, found.knowledge.unschedulable
         held = {a.token: a for a in live}
         for action in found.actions:
             if isinstance(action, Ask):
@@ -216,7 +216,7 @@ class Harvest:
         def hurry(run: Run) -> None:
             run.gain, run.target = gained.get(run.id), found.targets.get(run.id)
             if run.id not in put_off and not self.stopped:
-                most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
+                most = 1 if run.failures >= DUDS else min(MIN_PENDING, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, known.backoff, rules)
 
         turn.for_each(runs.values(), "pace", hurry)
@@ -235,28 +235,28 @@ class Harvest:
         Returns:
             The demands that are left, and what others need with what is given back for such a limit.
         """
-        askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
+        askers = resolve_askers(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in partitions} - {""}
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
-        waits = yielded(cluster, live, askers, self.owner)
-        kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
+        waits = yield_to_waiting(cluster, live, askers, self.owner)
+        kept = self._reserve.verdict(self.owner, cluster, live, demands, askers, whole, qos)
         for run in runs.values():
-            before, run.limited_by = run.limited_by, waits.because.get(run.id, "")
+            before, run.limited_by = run.limited_by, waits.reasons.get(run.id, "")
             if run.limited_by not in ("", before):
                 turn.record(run, "limit", f"nothing is asked for: {run.limited_by}")
         for allocation in live:
-            if allocation.token in waits.withdraw:
-                _withdraw(turn, runs[allocation.run], allocation, waits.withdraw[allocation.token])
+            if allocation.token in waits.withdrawals:
+                _withdraw(turn, runs[allocation.run], allocation, waits.withdrawals[allocation.token])
         external = self._external
         given = {wish.token for wish in external.give_backs}
-        more = {wish.token: wish for wish in (*kept.give_back, *waits.give_back) if wish.token not in given}
+        more = {wish.token: wish for wish in (*kept.give_backs, *waits.give_backs) if wish.token not in given}
         both = (*external.give_backs, *more.values())
-        return capped(demands, (waits, kept)), replace(external, give_backs=both)
+        return cap_demands(demands, (waits, kept)), replace(external, give_backs=both)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing?"""
         duds, failures = run.record.fruitless, run.failures
-        backoff, what = self.known.backoff, harvest_jobs(run.id)
+        backoff, what = self.knowledge.backoff, harvest_jobs(run.id)
         before, run.failures_seen = run.failures_seen, failures
         if before is None:
             before = failures if duds.rounds else 0
@@ -289,11 +289,11 @@ class Harvest:
         allocation = run.allocations.get(token)
         if allocation is None:
             return False
-        alone = self.known.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
+        alone = self.knowledge.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
         if allocation.queued and allocation.kind is AllocationKind.HARVEST and alone:
             turn.record(run, "withdraw", f"{token}, not submitted yet: {alone}")
             turn.cancel(run, allocation, alone)
-        if not send(allocation, turn.now):
+        if not begin_sbatch(allocation, turn.now):
             return False
         turn.dirty.add(run.id)
         return True
@@ -302,7 +302,7 @@ class Harvest:
         """Slurm took a submission."""
         jobs.submitted(turn, run, token, job_id)
         if run.allocations[token].kind is AllocationKind.BASE:
-            self.known.backoff.take_up(base_job(run.id))
+            self.knowledge.backoff.take_up(base_job(run.id))
             self.note(turn)
 
     def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
@@ -314,7 +314,7 @@ class Harvest:
             asker = run.asks_as(allocation)
             is_news = self._strike(turn, run, asker, allocation.partition, allocation.minutes, reason)
         else:
-            self.known.backoff.put_off(base_job(run.id), turn.now)
+            self.knowledge.backoff.put_off(base_job(run.id), turn.now)
             # It is rare, and a head that is killed must not begin anew with it.
             self.note(turn)
             hold_back(turn, run, f"Slurm refused it; it is tried again within the hour: {reason}")
@@ -331,7 +331,7 @@ class Harvest:
 
     def unknown(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
-        sent(run.allocations[token], turn.now)
+        end_sbatch(run.allocations[token], turn.now)
         turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")
 
     def tested(self, turn: Turn, run_id: str, partition: str, reason: str) -> None:
@@ -383,7 +383,7 @@ class Harvest:
             raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
         live = [a for run in book.current.values() for a in run.live_allocations()]
         rules = self.rules(self.cluster.at, self._site)
-        return estimate(self.cluster, spec, rules, live, self.known, ordered(self._config))
+        return estimate(self.cluster, spec, rules, live, self.knowledge, ordered(self._config))
 
 
 def give_all_back(turn: Turn, run: Run, reason: str) -> None:
@@ -415,7 +415,9 @@ def _tried(run: Run, wanted: Demand) -> Demand:
     """After jobs that came to nothing, one alone is tried until its node trains or it has come to nothing, too."""
     if run.failures < DUDS:
         return wanted
-    on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
+    on_its_way = (
+        a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.requested_ahead
+    )
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
     return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
 
@@ -429,7 +431,7 @@ def _submit(turn: Turn, ask: Ask, run: Run) -> None:
         part=ask.part,
         exclude=folded(ask.exclude),
         replaces=ask.replaces,
-        ahead=ask.ahead,
+        requested_ahead=ask.requested_ahead,
     )
 
 

@@ -17,13 +17,13 @@ from fallow.core.allocations import (
     CANCEL_AGAIN_S,
     MISSING_POLLS,
     Allocation,
-    Shown,
+    PolledJobs,
     begin_again,
+    end_sbatch,
     horizon_s,
     observe,
     preempted_until,
     requeued,
-    sent,
 )
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
@@ -57,7 +57,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
         cluster: the poll.
         backoff: is told of requests that somebody cancelled.
     """
-    jobs = Shown(cluster.jobs)
+    jobs = PolledJobs(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
     closed = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
 
@@ -66,11 +66,11 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
         for allocation in list(run.allocations.values()):
             if allocation.live:
                 left_word(turn, run, allocation)
-                _observe(turn, run, allocation, jobs.of(allocation), cluster.at)
+                _observe(turn, run, allocation, jobs.jobs_of(allocation), cluster.at)
             elif allocation.settled:
                 _prove_gone(turn, run, allocation)
         for allocation in list(run.allocations.values()):
-            mine = jobs.of(allocation)
+            mine = jobs.jobs_of(allocation)
             if follow(allocation, mine, cluster.at, gpus):
                 turn.dirty.add(run.id)
                 if allocation.settled:
@@ -81,12 +81,12 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
     turn.for_each(turn.book.on_slurm, "jobs of a poll", observe_run)
 
 
-def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
+def _adopt_requeued(turn: Turn, run: Run, jobs: PolledJobs) -> None:
     """Take up a base job again that Slurm has requeued. Of an ended run the job is swept up."""
     bases = [a for a in run.bases if not a.settled]
     for allocation in bases:
         others = any(a.live for a in bases if a is not allocation)
-        if run.ended or others or not requeued(allocation, jobs.of(allocation)):
+        if run.ended or others or not requeued(allocation, jobs.jobs_of(allocation)):
             continue
         for host in list(allocation.hosts):
             agent_gone(turn, run, allocation, host, "Slurm has requeued its job", taken=True)
@@ -250,16 +250,16 @@ def _base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
 def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> None:
     """Cancel the jobs of allocations that have ended, base jobs included (I9, I15).
 
-    A job is ours if it carries the allocation's token and, once that is known, its job id (`Shown`). A job that was
+    A job is ours if it carries the allocation's token and, once known, its job id (`PolledJobs`). A job that was
     asked to end gets time to end by itself: little, where somebody waits for its nodes (`wanted`: tokens). A job that
     Slurm preempts is Slurm's to end or to requeue. The elected one runs the lines after `fallow run`.
     """
-    shown = Shown(cluster.jobs)
+    shown = PolledJobs(cluster.jobs)
     for run in turn.book.on_slurm:
         for allocation in run.allocations.values():
             if allocation.live or _ends_by_itself(turn, allocation, allocation.token in wanted):
                 continue
-            alive = (job for job in shown.of(allocation) if _is_orphan(job, cluster.at))
+            alive = (job for job in shown.jobs_of(allocation) if _is_orphan(job, cluster.at))
             for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
                 turn.cancels.append((run.id, allocation.token, job_id))
@@ -295,13 +295,13 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             partition=allocation.partition,
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=str(paths.run(run.id).output(allocation.token)),
-            nice=0 if allocation.hurried else nice,
+            nice=0 if allocation.has_normal_priority else nice,
             # Those are jobs of normal priority, in the user's own name.
-            qos="" if allocation.hurried else run.asker.qos,
-            account="" if allocation.hurried else run.asker.account,
+            qos="" if allocation.has_normal_priority else run.asker.qos,
+            account="" if allocation.has_normal_priority else run.asker.account,
             barred=[*run.shunned, *filter(None, [allocation.exclude])],
             part=allocation.part,
-            hurried=allocation.hurried,
+            hurried=allocation.has_normal_priority,
         )
         script = harvest_script(spec.script)
     else:
@@ -337,7 +337,7 @@ def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
 def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     allocation = run.allocations[token]
     allocation.job_id = job_id
-    sent(allocation, turn.now)
+    end_sbatch(allocation, turn.now)
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
     run.record.refusals.pop(allocation.partition if allocation.kind is AllocationKind.HARVEST else "", None)

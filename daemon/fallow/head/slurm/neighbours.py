@@ -118,7 +118,7 @@ class Neighbours:
         harvest, allowed, before = self._config.harvest, self._config.site, self.refused
         # Where the site allows what cannot be seen, nobody need look.
         unseen = not allowed.harvest_unseen and self._visibility.look(cluster, site)
-        refused = refusals(cluster, site, unseen=unseen, allow_unfair=allowed.harvest_unfair)
+        refused = refusals(cluster, site, are_jobs_hidden=unseen, allow_unfair=allowed.harvest_unfair)
         if not harvest.allow_without_preemption:
             # Nobody wants to harvest the others anyway.
             small = {p.partition for p in cluster.partitions if p.preempts and too_small_for(p)}
@@ -145,7 +145,7 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
     if allocation.state is AllocationState.RELEASING:
         turn.record(run, "release", f"{allocation.token} has to hurry: {reason}")
     turn.release_allocation(run, allocation, reason)
-    allocation.wanted_at, allocation.gone_by = turn.now, turn.now + LEAVE_S
+    allocation.wanted_at, allocation.kill_at = turn.now, turn.now + LEAVE_S
     if not allocation.agents:
         # Its script has not come to `fallow run` yet.
         turn.cancel(run, allocation, reason)
@@ -153,7 +153,7 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
 
 def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End what has not left in time: its workers first, then its job."""
-    if allocation.gone_by is None or turn.now < allocation.gone_by <= turn.now + CANCEL_AGAIN_S or not allocation.live:
+    if allocation.kill_at is None or turn.now < allocation.kill_at <= turn.now + CANCEL_AGAIN_S or not allocation.live:
         return
     # Never later than now: a clock may be set back.
     allocation.wanted_at = min(allocation.wanted_at or 0.0, turn.now)
@@ -161,8 +161,8 @@ def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
     if allocation.hosts and turn.now < last_at:
         turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)
-        allocation.gone_by = last_at
+        allocation.kill_at = last_at
     else:
         # Again and again, as long as its job is there: a scancel may have failed, or a head died before it.
         turn.cancel(run, allocation, allocation.reason)
-        allocation.gone_by = turn.now + CANCEL_AGAIN_S
+        allocation.kill_at = turn.now + CANCEL_AGAIN_S

@@ -48,7 +48,7 @@ def keep_pace(
     speeds = run.gain.speeds
     live = [a for a in run.live_allocations() if a.asked_at is None]
     running = [a for a in live if a.state is AllocationState.RUNNING]
-    waiting = [a for a in live if a.state is not AllocationState.RUNNING and a.hurried]
+    waiting = [a for a in live if a.state is not AllocationState.RUNNING and a.has_normal_priority]
     coming = [a for a in live if a.state is not AllocationState.RUNNING and a.kind is AllocationKind.BASE]
     training = sum(max(1, len(a.nodes)) for a in running)
     held = training + sum(a.nodes_wanted for a in [*waiting, *coming])
@@ -101,7 +101,9 @@ def _ask(
     most = inf if rules.max_nodes is None else rules.max_nodes
     if held.total() >= most or held[partition] >= rules.partition_nodes.get(partition, inf):
         return 0
-    allocation = turn.new_allocation(run, AllocationKind.HARVEST, partition=partition, minutes=minutes, hurried=True)
+    allocation = turn.new_allocation(
+        run, AllocationKind.HARVEST, partition=partition, minutes=minutes, has_normal_priority=True
+    )
     if allocation is None:
         return 0
     late = f"{-standing.ahead_s / 60:.0f} min behind the schedule of its deadline"
@@ -121,7 +123,7 @@ def _partition(run: Run, cluster: ClusterState) -> str:
 
 def _give_back(turn: Turn, run: Run, standing: Schedule, training: int) -> None:
     assert run.gain is not None
-    extra = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
+    extra = [a for a in run.live_allocations() if a.has_normal_priority and a.asked_at is None]
     for allocation in sorted(extra, key=lambda a: -a.requested_at):
         if allocation.state is AllocationState.RUNNING:
             if not dispensable(standing, run.gain.speeds, training, 1):

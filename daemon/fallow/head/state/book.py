@@ -183,7 +183,7 @@ class Run:
 
     def asks_as(self, allocation: Allocation) -> Asker:
         """In whose name a harvest job is asked for: one of normal priority is in the user's own."""
-        return Asker.of(self.spec) if allocation.hurried else self.asker
+        return Asker.of(self.spec) if allocation.has_normal_priority else self.asker
 
     def may_restart(self, allocation: Allocation, host: str) -> bool:
         """Would this agent's workers be started again if they crashed?
@@ -191,7 +191,7 @@ class Run:
         Not where the schedule of `fallow local` alone decides, where they were to leave, and on a barred node.
         """
         agent, known = allocation.agents[host], self.roster.nodes.get(allocation.agents[host].node)
-        if agent.gone or known is None or known.leaving or known.finished or self.spec.local:
+        if agent.has_left or known is None or known.leaving or known.finished or self.spec.local:
             return False
         here = allocation.state is AllocationState.RUNNING
         return here and not self.ended and not self.roster.finishing and host not in self.barred
@@ -199,12 +199,12 @@ class Run:
     def is_coming(self, allocation: Allocation, host: str) -> bool:
         """Are workers of this agent alive, or will there be some?"""
         agent = allocation.agents[host]
-        if agent.gone:
+        if agent.has_left:
             return False
         known = self.roster.nodes.get(agent.node)
         if known is not None and known.alive:
             return True
-        if agent.again_at is not None or not agent.node:
+        if agent.retry_at is not None or not agent.node:
             return allocation.state is AllocationState.RUNNING and host not in self.barred
         # One that is silent may come back; the processes of one that crashed may not all have ended.
         return known is not None and (
@@ -437,7 +437,9 @@ class Book:
         """
         number = run.record.next_allocation
         run.record.next_allocation += 1
-        token = new_token(run.id, kind, number, self._new_id()[:6], hurried=bool(known.get("hurried")))
+        token = new_token(
+            run.id, kind, number, self._new_id()[:6], normal_priority=bool(known.get("has_normal_priority"))
+        )
         public_key = self.leave_keys(run, kind, token)
         # Only now: without its keys nobody can use it.
         allocation = run.allocations[token] = Allocation(

@@ -13,7 +13,16 @@ from builders import NOW, allocation
 from builders import job as poll_job
 from fallow.core.accounting import budget
 from fallow.core.accounting.spans import Span, follow
-from fallow.core.allocations import SUBMIT_S, Allocation, Shown, begin_again, forgo, observe, send, sent
+from fallow.core.allocations import (
+    SUBMIT_S,
+    Allocation,
+    PolledJobs,
+    begin_again,
+    begin_sbatch,
+    end_sbatch,
+    forgo,
+    observe,
+)
 from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
@@ -106,7 +115,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         if self.call is not None or not self.queue:
             return
         allocation = self.queue.pop(0)
-        if not send(allocation, self.now + self.skew_s):
+        if not begin_sbatch(allocation, self.now + self.skew_s):
             return
         assert allocation.minutes is not None
         number = self.allocations.index(allocation)
@@ -128,7 +137,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         elif call.outcome == "refused":
             call.allocation.state = AllocationState.ENDED
             return
-        sent(call.allocation, self.now + self.skew_s)
+        end_sbatch(call.allocation, self.now + self.skew_s)
 
     @rule(seconds=st.just(50.0) | st.floats(1, 50))
     def time_passes(self, seconds: float) -> None:
@@ -181,13 +190,13 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         self.polled_at = self.now + self.skew_s
-        shown = Shown([job.info() for job in self.jobs if not job.forgotten])
+        shown = PolledJobs([job.info() for job in self.jobs if not job.forgotten])
         for mine in self.allocations:
             waits = mine.queued
             if mine.live:
-                observe(mine, shown.of(mine), self.polled_at, HORIZON_S)
+                observe(mine, shown.jobs_of(mine), self.polled_at, HORIZON_S)
             assert mine.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
-            follow(mine, shown.of(mine), self.polled_at, {})
+            follow(mine, shown.jobs_of(mine), self.polled_at, {})
 
     @invariant()
     def within_the_budget(self) -> None:

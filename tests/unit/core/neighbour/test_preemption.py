@@ -27,7 +27,7 @@ def busy_and_idle(*partitions: PartitionInfo, jobs: tuple[JobInfo, ...] = ()) ->
 
 
 def refused(state: ClusterState, config: ClusterConfig | None = None, **told: bool) -> dict[str, str]:
-    allowed = {"unseen": False, "allow_unfair": False, **told}
+    allowed = {"are_jobs_hidden": False, "allow_unfair": False, **told}
     return dict(refusals(state, config or site(), **allowed))
 
 
@@ -82,7 +82,7 @@ def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(
 def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the_others() -> None:
     mixed = replace(PLAIN, preempt_mode="CANCEL", unpreempted=frozenset(PLAIN.nodes[:1]))
     state = busy_and_idle(mixed)
-    found = refused(state, unseen=True)
+    found = refused(state, are_jobs_hidden=True)
     assert found["plain"].startswith("on nodes where nobody preempts its jobs: others' jobs cannot be seen")
     assert not refused(state)
     (check,) = checks.partitions(state, ["plain"], True, found)
@@ -110,7 +110,7 @@ def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> No
 def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     secretive = site(private_data=["jobs"])
     assert Visibility().look(busy_and_idle(), secretive)
-    found = refused(busy_and_idle(), secretive, unseen=True)
+    found = refused(busy_and_idle(), secretive, are_jobs_hidden=True)
     assert found == {"plain": "others' jobs cannot be seen, and nothing would take a node from us for them"}
     # Nobody says so, but n1 is in use by nobody, poll after poll.
     watching = Visibility()
@@ -197,7 +197,7 @@ def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
     assert kept == {"all": ["n1", "n2"], "low": ["n3", "n4"]}
     allowed = HarvestRules(allow_without_preemption=True)
     assert {p.partition: len(p.nodes) for p in harvestable(state, allowed)} == {"top": 2, "all": 4, "low": 4}
-    unfair = HarvestRules(allow_without_preemption=True, refused={"all": "on some nodes: unfair", "top": "unfair"})
+    unfair = HarvestRules(allow_without_preemption=True, refusals={"all": "on some nodes: unfair", "top": "unfair"})
     assert {p.partition: p.nodes for p in harvestable(state, unfair)} == {
         "all": ["n1", "n2"],
         "low": ["n3", "n4", "n5", "n6"],

@@ -11,9 +11,9 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import Part, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use, within
 from fallow.core.neighbour.needs import assess
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Experience, Known, Unstarted
+from fallow.core.planning.knowledge import Experience, Knowledge, UnschedulableNodes
 from fallow.core.planning.plan import plan
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.situation import Situation
@@ -64,17 +64,17 @@ def test_a_request_is_shorter_than_its_hole_by_what_the_plan_of_slurm_is_rounded
 
 
 def test_what_does_not_start_beside_idle_nodes_was_too_long_and_is_asked_for_with_half_of_the_time() -> None:
-    nodes, known = [node("n1"), node("n2")], Known()
+    nodes, known = [node("n1"), node("n2")], Knowledge()
     late = request(waited_s=100.0, minutes=90, reason="Priority")
     unsure = preempting(nodes, [waits(partition="urgent", reason="Priority")])
     assert actions(preempting(nodes), [Demand("r", 0)], [late], RULES, known) == [], "Slurm is slow, nothing else"
     for seen_at in (NOW - 80.0, NOW - 100.0):
         assert actions(unsure, [Demand("r", 0)], [late], RULES, known) == [], "the nodes have only just fallen idle"
-        known.unstarted = Unstarted().look(replace(unsure, at=seen_at))
+        known.unschedulable = UnschedulableNodes().after_poll(replace(unsure, at=seen_at))
 
     def too_long(state: ClusterState) -> list[bool]:
         wishes = planned(state, [Demand("r", 0)], [late], RULES, known).withdrawals
-        return [wish.beside is not None and not wish.beside.sure for wish in wishes]
+        return [wish.idle_hole is not None and not wish.idle_hole.is_sure for wish in wishes]
 
     assert too_long(unsure) == [True]
     assert too_long(preempting(nodes)) == [False], "nobody else wants these"
@@ -176,8 +176,8 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
         [runs(name, [name], end_at=NOW + 60) for name in ("n1", "n2")],
         partitions=MIXED,
     )
-    ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, ahead=2))
-    assert {ask.exclude for ask in ahead if ask.ahead} == {("n2",)}
+    ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, max_ahead=2))
+    assert {ask.exclude for ask in ahead if ask.requested_ahead} == {("n2",)}
 
 
 @pytest.mark.parametrize(("budget_s", "asked_min"), [(-math.inf, []), (-1.0, []), (600.0, [10]), (math.inf, [60])])
@@ -241,7 +241,7 @@ def test_no_part_where_the_site_the_partition_or_the_run_takes_whole_nodes() -> 
 
 # -- nodes that power saving has put to sleep are left asleep ----------------------------------------------------------
 
-AWAKE = HarvestRules(max_pending=8, ahead=2)
+AWAKE = HarvestRules(max_pending=8, max_ahead=2)
 
 
 @pytest.mark.parametrize("flag", ["POWERED_DOWN", "POWERING_UP"])
@@ -254,7 +254,7 @@ def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
 def test_requests_that_wait_for_nodes_of_others_leave_sleeping_nodes_out_too() -> None:
     nodes = [gpu_node("n1", "ALLOCATED"), gpu_node("n2", "IDLE", "POWERED_DOWN")]
     found = asked(preempting(nodes, [runs("7", ["n1"])]), [Demand("r", 4)], [], AWAKE)
-    assert [(ask.ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
+    assert [(ask.requested_ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
 
 
 ASLEEP = gpu_node("n2", "IDLE", "POWERING_DOWN")
