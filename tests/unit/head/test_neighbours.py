@@ -292,7 +292,7 @@ def test_refusals_are_told_once(book: Book, run: Run) -> None:
     for each, site in zip(told, (secretive, secretive, SITE), strict=True):
         neighbours.polled(each, cluster(run, False), site)
     assert [[r.text for r in each.records] for each in told] == [
-        ["partition p is not harvested: others' jobs cannot be seen, and nothing would take a node from us for them"],
+        ["partition p is not harvested: others' jobs cannot be seen, and Slurm would not preempt ours for them"],
         [],
         ["partition p may be harvested again"],
     ]

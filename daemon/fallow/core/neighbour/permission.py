@@ -62,7 +62,9 @@ def nice_for(config: ClusterConfig | None, configured: int) -> int:
 
 def too_small_for(partition: PartitionInfo) -> str:
     """Why the partition takes no one-node jobs, as our requests are; empty: it takes them."""
-    return f"its jobs have {partition.min_nodes} nodes at least, a request has one" if partition.min_nodes > 1 else ""
+    return (
+        f"its jobs need at least {partition.min_nodes} nodes, and a request has one" if partition.min_nodes > 1 else ""
+    )
 
 
 def refusals(
@@ -84,7 +86,7 @@ def refusals(
         why = too_small_for(partition)
         if not why and (not partition.preempts or partition.unpreempted):
             if are_jobs_hidden:
-                why = "others' jobs cannot be seen, and nothing would take a node from us for them"
+                why = "others' jobs cannot be seen, and Slurm would not preempt ours for them"
             elif config is not None and not allow_unfair:
                 why = _unfair(config, partition, cluster.partitions)
             if why and partition.preempts:

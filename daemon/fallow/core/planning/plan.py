@@ -172,7 +172,7 @@ class _Draft:
             caps.add_request(self._situation.by_run[run].asker, allocation.partition, requested_ahead=True)
             self._parties[run].add(1)
         else:
-            self._withdrawals.append(Withdraw(allocation.token, "an idle node is asked for instead"))
+            self._withdrawals.append(Withdraw(allocation.token, "a request for an idle node replaces it"))
 
     def move_nodes(self) -> None:
         """Take nodes from runs that gain nothing from them, or less than another run would."""
@@ -348,7 +348,7 @@ def _not_needed(demands: Sequence[Demand]) -> str:
         return "not needed: there is no run"
     if all(demand.nodes <= 0 for demand in demands):
         return "not needed: no run wants more nodes"
-    return "not needed: no run would gain from it, or may pay for it"
+    return "not needed: no run gains from it within its budget"
 
 
 def _closed(situation: Situation, idle: Sequence[NodeInfo]) -> dict[str, str]:

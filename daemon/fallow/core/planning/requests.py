@@ -251,9 +251,9 @@ class PlanRequests:
     def _refusal(self, demand: Demand) -> str:
         """Why the run may make no request now; empty: it may make one."""
         if not self.caps.requests_left():
-            return f"too many requests: {self.caps.waiting} wait already, as many as may at once"
+            return f"too many requests: {self.caps.waiting} wait, and no more may wait now"
         if not self.caps.may_wait(demand.asker):
-            return f"limited: there may be no room for more by {demand.asker} than waits already"
+            return f"limited: Slurm held back requests of {demand.asker} at a limit, so no more may wait now"
         return ""
 
     def minutes(self, hole: Hole, demand: Demand, spent_s: float = 0.0) -> int | None:
@@ -274,12 +274,12 @@ class PlanRequests:
         bound = self._eligibility.knowledge.backoff.longest(demand.asker, hole.partition, self._situation.at)
         starts = most if bound is None else bound
         if most < least:
-            why = f"limited: {most} min are all that may be asked for, and at least {least} min are wanted"
+            why = f"limited: a request may last {most} min at most, and at least {least} min are useful"
         elif fits < least:
-            next_use = f"somebody else has it in {hole.length_s or 0.0:.0f} s"
-            why = f"too short: {next_use}, and at least {least} min are asked for"
+            next_use = f"another job gets the node in {hole.length_s or 0.0:.0f} s"
+            why = f"too short: {next_use}, and a request lasts at least {least} min"
         elif starts < least:
-            why = f"too long: requests of {least} min did not start there"
+            why = f"too long: requests of {least} min did not start in this partition"
         else:
             return min(most, fits, starts)
         self.reasons[hole.node] = why

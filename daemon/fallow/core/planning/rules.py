@@ -14,7 +14,7 @@ from fallow.core.planning.knowledge import Experience, RunClass
 from fallow.core.planning.share import Worth
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
-NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
+NOT_TAKEN_BACK = "Slurm would not preempt our jobs for others, and [harvest] allow_without_preemption is off"
 
 
 class HarvestRules(msgspec.Struct, frozen=True):

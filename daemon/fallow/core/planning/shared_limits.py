@@ -368,7 +368,9 @@ class Reserve:
             requests = [a for a in run_allocations if _is_request(a)]
             # Requests go first, then the newest nodes.
             excess = [a for a in run_allocations if a not in requests][: max(0, -nodes_left - len(requests))]
-            give_backs += [GiveBack(a.token, f"too much of a limit is ours: {reasons[demand.run]}") for a in excess]
+            give_backs += [
+                GiveBack(a.token, f"our jobs use too much of a limit: {reasons[demand.run]}") for a in excess
+            ]
         return LimitVerdict(tuple(give_backs), {}, max_more, reasons)
 
 

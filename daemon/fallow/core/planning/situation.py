@@ -184,6 +184,6 @@ class Eligibility:
         if info is None or not run_class.kind.suits(info, part):
             return "of another kind: no run can use it"
         if node in run_class.barred:
-            return "barred: the run does without it"
+            return "barred: the run excludes this node"
         left_s = self.knowledge.unschedulable.backoff_s(node, partition, run_class, self._situation.at)
-        return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
+        return f"unschedulable: Slurm starts no request on this node; next try in {left_s:.0f} s" if left_s else ""

@@ -145,7 +145,7 @@ def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
     """Why a request should stop waiting, whatever is idle; empty: it may wait."""
     part = allocation.part
     if allocation.token in situation.external.competing_requests:
-        return "somebody else waits for the same nodes"
+        return "another user's job waits for its nodes"
     if scope_of(allocation.reason) is not Scope.NOTHING:
         return f"Slurm will not start it soon: {allocation.reason}"
     if part is not None:
@@ -164,10 +164,10 @@ def _outdated(allocation: Allocation, situation: Situation, eligibility: Eligibi
     excluded = situation.excluded.get(allocation.token, frozenset())
     unsuitable = frozenset(eligibility.unsuitable(demand.kind, partition, allocation.requested_ahead))
     if new_nodes := sorted(unsuitable - excluded):
-        return f"Slurm might give it {new_nodes[0]}, or wake that node for it"
+        return f"Slurm might start it on {new_nodes[0]}, which it must exclude"
     left_out = (situation.nodes.get(name) for name in sorted(excluded - unsuitable))
     woken = next((node.node for node in left_out if node is not None and is_idle(node)), "")
-    return f"{woken} is awake and idle, and it leaves out that node" if woken else ""
+    return f"it excludes {woken}, which is awake and idle" if woken else ""
 
 
 def _lasts(allocation: Allocation, situation: Situation) -> bool:

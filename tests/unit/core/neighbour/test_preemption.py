@@ -100,7 +100,7 @@ def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> No
     """Slurm would refuse it every time."""
     pair = replace(PLAIN, min_nodes=2, preempt_mode=preempt_mode)
     found = refused(busy_and_idle(pair), allow_unfair=True)
-    assert found == {"plain": "its jobs have 2 nodes at least, a request has one"}
+    assert found == {"plain": "its jobs need at least 2 nodes, and a request has one"}
     (check,) = checks.partitions(busy_and_idle(pair), ["plain"], True, found)
     assert (check.level, check.found) == (Level.FAIL, found["plain"])
     (check,) = checks.partitions(busy_and_idle(pair), [], True, found)
@@ -111,7 +111,7 @@ def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     secretive = site(private_data=["jobs"])
     assert Visibility().look(busy_and_idle(), secretive)
     found = refused(busy_and_idle(), secretive, are_jobs_hidden=True)
-    assert found == {"plain": "others' jobs cannot be seen, and nothing would take a node from us for them"}
+    assert found == {"plain": "others' jobs cannot be seen, and Slurm would not preempt ours for them"}
     # Nobody says so, but n1 is in use by nobody, poll after poll.
     watching = Visibility()
     assert [watching.look(busy_and_idle(), site()) for _ in range(4)] == [False, False, True, True]

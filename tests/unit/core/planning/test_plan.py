@@ -76,7 +76,7 @@ def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
 def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ahead() -> None:
     run, two = Demand("r", 0), [ahead(), ahead("h2", minutes=119)]
     found = planned(beside("m1"), [run], two, AHEAD)
-    assert [wish.reason for wish in found.withdrawals] == ["an idle node is asked for instead"]
+    assert [wish.reason for wish in found.withdrawals] == ["a request for an idle node replaces it"]
     assert found.asks == (Ask("r", "other", 120),)
     assert found.unused == {"m1": "asked for: a request waits for Slurm to start it"}
     # Whatever room it takes is free then.
@@ -111,7 +111,7 @@ def passes(most: int, taker: Demand = TAKER, mine: Allocation | None = None) -> 
 
 def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_idle_node() -> None:
     """At once; it kept the place for as long as a request is waited for."""
-    assert passes(1) == [Withdraw("h1", "an idle node is asked for instead"), Ask("b", "other", 120)]
+    assert passes(1) == [Withdraw("h1", "a request for an idle node replaces it"), Ask("b", "other", 120)]
     assert [type(wish) for wish in passes(2)] == [Withdraw, Ask, Ask], "the second idle node takes the place, too"
     assert [type(wish) for wish in passes(3)] == [Ask, Ask], "there is room for all"
     assert passes(1, replace(TAKER, nodes=0)) == []
@@ -159,10 +159,10 @@ GREEDY = Demand("r", 3, barred=frozenset({"n3"}))
 
 
 def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
-    state, barred = three_idle_nodes(), "barred: the run does without it"
-    needless = "not needed: no run would gain from it, or may pay for it"
+    state, barred = three_idle_nodes(), "barred: the run excludes this node"
+    needless = "not needed: no run gains from it within its budget"
     assert unused(state, [Demand("r", 1, barred=GREEDY.barred)]) == {"n1": ASKED, "n2": needless, "n3": barred}
-    too_short = "too short: somebody else has it in 50 s, and at least 2 min are asked for"
+    too_short = "too short: another job gets the node in 50 s, and a request lasts at least 2 min"
     assert unused(state, [GREEDY]) == {"n1": ASKED, "n2": too_short, "n3": barred}
     assert set(unused(state, []).values()) == {"not needed: there is no run"}
     assert set(unused(state, [Demand("r", 0)]).values()) == {"not needed: no run wants more nodes"}
@@ -171,7 +171,7 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("rules", "hurried", "why"),
     [
-        (HarvestRules(max_pending=1), [], "too many requests: 1 wait already, as many as may at once"),
+        (HarvestRules(max_pending=1), [], "too many requests: 1 wait, and no more may wait now"),
         (HarvestRules(max_nodes=1), [], MOST),
         # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
         (HarvestRules(max_nodes=3), ["p"] * 2, MOST),

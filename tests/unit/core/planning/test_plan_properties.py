@@ -14,7 +14,7 @@ from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.model import AllocationState, ClusterState
 from planning import planned
 
-INSTEAD = "an idle node is asked for instead"
+INSTEAD = "a request for an idle node replaces it"
 
 
 class Drawn(NamedTuple):

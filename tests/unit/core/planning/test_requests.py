@@ -169,7 +169,7 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
     state = cluster([node("n1"), node("n2")], partitions=MIXED)
     found = planned(state, [Demand("r", 5)], [], RULES)
     assert list(found.asks) == [Ask("r", "p", 120, exclude=("n2",))], "Slurm chooses the node"
-    assert "would not take it back" in found.unused["n2"]
+    assert "would not preempt" in found.unused["n2"]
     assert [ask.exclude for ask in asked(state, [Demand("r", 5)], [], ALLOWED)] == [()] * 2
     taken = cluster(
         [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")],
@@ -264,9 +264,9 @@ X86 = gpu_node("n3", arch="x86_64")
 @pytest.mark.parametrize(
     ("more", "excluded", "kind", "why"),
     [
-        ({}, set(), Kind(), "Slurm might give it n2, or wake that node for it"),
+        ({}, set(), Kind(), "Slurm might start it on n2, which it must exclude"),
         ({}, {"n2"}, Kind(), ""),
-        ({}, {"n2", "n3"}, Kind(), "n3 is awake and idle, and it leaves out that node"),
+        ({}, {"n2", "n3"}, Kind(), "it excludes n3, which is awake and idle"),
         ({}, {"n2", "n3"}, Kind(arch="aarch64"), ""),  # n3 is left out for another reason
         ({"reason": "Booting"}, set(), Kind(), ""),  # it has its node
     ],
