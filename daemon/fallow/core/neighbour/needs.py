@@ -44,7 +44,7 @@ class ExternalDemand(msgspec.Struct, frozen=True):
     kept_nodes: Mapping[str, frozenset[str]] = {}
     "partition -> nodes on which waiting jobs start now or after ours, and which Slurm would not take from us"
     competing_requests: frozenset[str] = frozenset()
-    "tokens of pending requests of ours that could take such a node, or that come before others' jobs"
+    "tokens of our pending requests that could take a kept node, or that come before others' jobs"
     contested_partitions: frozenset[str] = frozenset()
     "partitions in which others' jobs wait, whether the jobs could start or not"
     delayed_jobs: Mapping[str, frozenset[str]] = {}
@@ -100,7 +100,7 @@ def assess(
             delayed[job.job_id] = delayed.get(job.job_id, frozenset()) | tokens_needed
         else:
             offers.append((job, frozenset(capacity.node.node for capacity in places)))
-        # Slurm has just taken a node from us there, so it does not preempt again for this job.
+        # Slurm has just taken a node from us in this partition, so it does not preempt again for this job.
         has_preempted = any(not preempted_nodes.isdisjoint(preemption.nodes.get(name, ())) for name in job.partitions)
         for capacity in places:
             node = capacity.node.node
