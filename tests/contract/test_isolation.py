@@ -133,7 +133,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
             assert "cannot be read" in views[bad.run].message
             assert views[good.run].status is RunStatus.WAITING
             run = head.head._book.runs[good.run]
-            assert list(run.roster.nodes) == [1] and [a.live for a in run.allocations.values()] == [True]
+            assert list(run.roster.nodes) == [1] and [a.is_live for a in run.allocations.values()] == [True]
             assert not [event for event in await head.call("events", run=good.run) if event["kind"] == "failed"]
             failed = [event for event in await head.call("events", run=bad.run) if event["kind"] == "failed"]
             assert len(failed) == 1, "and not again at the next start"
@@ -142,7 +142,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
                 assert set(slurm.cancelled) == {"7"}
             assert list(await head.head._durable.store.load("unreadable/")), "somebody may still repair it"
             (allocation,) = head.head._book.runs[bad.run].allocations.values()
-            assert not allocation.live or allocation.asked_at is not None
+            assert not allocation.is_live or allocation.asked_at is not None
 
 
 @pytest.mark.parametrize("kind", ["root", "record", "node/1", PRUNED])
@@ -295,7 +295,7 @@ async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_plac
         (paths.checkpoints / "step-1").mkdir()
         await head.call("cancel", run=made.run)
         for allocation in run.allocations.values():
-            allocation.counted = True  # as when Slurm shows that its job is over
+            allocation.is_counted = True  # as when Slurm shows that its job is over
         counting = [thread for thread in threading.enumerate() if thread.name == "report"]
         await head.call("prune", runs=[made.run])
         gate.set()

@@ -95,20 +95,20 @@ class Allocation(msgspec.Struct, kw_only=True):
     "cause of `end_at`"
     limit_s: float | None = None
     "time limit that Slurm shows; None: not seen yet, or unlimited"
-    renewed: bool = False
+    was_renewed: bool = msgspec.field(default=False, name="renewed")
     "True: a base job that the head itself submitted again"
     nodes: list[str] = []
     spans: dict[str, Span] = {}
     "job id -> time that the job held nodes"
     unseen_at: float | None = None
     "Unix time of the first poll without its job; None: the last poll showed it"
-    settled: bool = False
+    is_settled: bool = msgspec.field(default=False, name="settled")
     "True: its jobs have ended, and `spans` is final"
     end_guessed: bool = False
     "True: Slurm forgot the jobs before it showed their end"
     slurm_state: str = ""
     "final state that Slurm shows"
-    counted: bool = False
+    is_counted: bool = msgspec.field(default=False, name="counted")
     "True: the sums of its run include it"
     uses: dict[str, Use] = {}
     "node -> use; only nodes that had a member"
@@ -122,7 +122,7 @@ class Allocation(msgspec.Struct, kw_only=True):
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
-    warned: bool = False
+    was_warned: bool = msgspec.field(default=False, name="warned")
     "True: Slurm warned its steps early, although nobody had asked for its release"
     wanted_at: float | None = None
     "Unix time of the first poll that showed somebody waiting for its node"
@@ -138,18 +138,18 @@ class Allocation(msgspec.Struct, kw_only=True):
     "number that its node gets (`fallow local`); 0: the next free one"
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         return self.state in LIVE
 
     @property
-    def elected(self) -> bool:
+    def is_elected(self) -> bool:
         """True if the lines after `fallow run` run in this allocation, because the run has ended."""
         return self.end_code in (Exit.OK, Exit.SOFTWARE)
 
     @property
-    def queued(self) -> bool:
+    def is_queued(self) -> bool:
         """True while it waits in the head's queue for sbatch; a user's own base job never does."""
-        by_head = self.kind is AllocationKind.HARVEST or self.renewed
+        by_head = self.kind is AllocationKind.HARVEST or self.was_renewed
         return by_head and self.state is AllocationState.UNKNOWN and self.sent_by is None
 
     @property
@@ -163,7 +163,7 @@ class Allocation(msgspec.Struct, kw_only=True):
         return self.requested_at if self.sent_by is None else self.sent_by
 
     @property
-    def harvested(self) -> bool:
+    def is_harvested(self) -> bool:
         """True if it took an idle node, which goes back whenever somebody else wants it."""
         return self.kind is AllocationKind.HARVEST and not self.has_normal_priority
 
@@ -178,7 +178,7 @@ class Allocation(msgspec.Struct, kw_only=True):
         return [agent.node for agent in self.agents.values() if agent.node]
 
 
-def _unmarked(allocation: Allocation, job: JobInfo) -> bool:
+def _is_unmarked(allocation: Allocation, job: JobInfo) -> bool:
     """Return True for a base job whose comment was replaced. Its name is the user's, so id and submit time decide."""
     if allocation.kind is not AllocationKind.BASE or job.submit_at is None or token_in(job):
         return False
@@ -209,9 +209,9 @@ class PolledJobs:
         job_id, marked = allocation.job_id, self._marked.get(allocation.token, [])
         if job_id is None:
             return marked
-        if marked or allocation.kind is not AllocationKind.BASE or allocation.settled:
+        if marked or allocation.kind is not AllocationKind.BASE or allocation.is_settled:
             return [job for job in marked if job_id in (job.job_id, job.het_job_id)]
-        return [job for job in self._by_id.get(job_id, ()) if _unmarked(allocation, job)]
+        return [job for job in self._by_id.get(job_id, ()) if _is_unmarked(allocation, job)]
 
     @cached_property
     def _by_id(self) -> dict[str, list[JobInfo]]:
@@ -223,7 +223,7 @@ class PolledJobs:
 
 def begin_sbatch(allocation: Allocation, now: float) -> bool:
     """Record that sbatch is called at `now` (Unix time). False: do not call it, the allocation is no longer queued."""
-    if not allocation.queued:
+    if not allocation.is_queued:
         return False
     allocation.sent_by, allocation.looked_at, allocation.missing = now + SUBMIT_S, now, 0
     return True
@@ -237,7 +237,7 @@ def end_sbatch(allocation: Allocation, now: float) -> None:
 def forgo(allocation: Allocation) -> None:
     """End an allocation that waits in the head's queue. It never was a job, so nothing is booked or counted."""
     allocation.state = AllocationState.ENDED
-    allocation.settled = allocation.counted = True
+    allocation.is_settled = allocation.is_counted = True
 
 
 def horizon_s(poll_interval_s: float) -> float:
@@ -259,12 +259,12 @@ def observe(allocation: Allocation, jobs: Sequence[JobInfo], now: float, horizon
         Description of the change; None: no change.
     """
     if not jobs:
-        if allocation.queued:
+        if allocation.is_queued:
             return None
         allocation.missing += 1
         if allocation.unseen_at is None:
             allocation.unseen_at = now
-        if allocation.state is AllocationState.UNKNOWN or _forgotten(allocation):
+        if allocation.state is AllocationState.UNKNOWN or _is_forgotten(allocation):
             since = allocation.requested_at if allocation.looked_at is None else allocation.looked_at
             allocation.blind_s, allocation.looked_at = max(allocation.blind_s, now - since), now
             # Slurm may have been down all the time, so one answer without the job is not enough.
@@ -281,14 +281,14 @@ def observe(allocation: Allocation, jobs: Sequence[JobInfo], now: float, horizon
     allocation.missing, allocation.unseen_at = 0, None
     leader = min(jobs, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
     allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
-    is_again = any(_submitted_again(allocation, job) for job in jobs)
+    was_resubmitted = any(_was_resubmitted(allocation, job) for job in jobs)
     allocation.submit_at = leader.submitted
     if leader.state not in ENDING:
         # Slurm counts the coming restart already while the job completes.
         allocation.requeues = leader.restarts
     over = all(job.state in ENDED_STATES for job in jobs)
     running = [job for job in jobs if job.state in ON_NODES and (job.state != BOOTING or allocation.agents)]
-    if allocation.hosts and not (running or over or is_again):
+    if allocation.hosts and not (running or over or was_resubmitted):
         # The agents prove that it runs: slurmctld came back with an older state, or the poll is older than the agents.
         return None
     allocation.nodes = sorted({node for job in jobs for node in job.nodes})
@@ -320,19 +320,19 @@ def observe(allocation: Allocation, jobs: Sequence[JobInfo], now: float, horizon
     return f"{before} -> {allocation.state}{where}{why}"
 
 
-def _forgotten(allocation: Allocation) -> bool:
+def _is_forgotten(allocation: Allocation) -> bool:
     """Return True for a base job that sbatch accepted and no poll has shown: it may have been cancelled unseen."""
     waits = allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.PENDING
     return waits and allocation.submit_at is None and not allocation.agents
 
 
-def preempted_until(jobs: Iterable[JobInfo]) -> float | None:
+def preemption_end(jobs: Iterable[JobInfo]) -> float | None:
     """Unix time at which the preemption grace of jobs ends (`PreemptTime`, shortened `EndTime`); None: no grace."""
     ends = [job.end_at for job in jobs if job.preempt_at is not None and job.end_at is not None]
     return min(ends) if ends else None
 
 
-def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
+def was_requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
     """Return True if Slurm has put a base job that had nodes back into the queue, under the same job id.
 
     Slurm counts the restarts, and gives the job a new submit time, so that it looks like a new job in the accounting
@@ -342,10 +342,10 @@ def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
     started = allocation.start_at is not None or bool(allocation.agents)
     if allocation.kind is not AllocationKind.BASE or not started or allocation.job_id is None:
         return False
-    return any(_submitted_again(allocation, job) for job in jobs)
+    return any(_was_resubmitted(allocation, job) for job in jobs)
 
 
-def _submitted_again(allocation: Allocation, job: JobInfo) -> bool:
+def _was_resubmitted(allocation: Allocation, job: JobInfo) -> bool:
     last_submit_at, submitted = allocation.submit_at, job.submitted
     is_later = last_submit_at is not None and submitted is not None and submitted > last_submit_at + SAME_S
     return (is_later or job.restarts > allocation.requeues) and job.state in REQUEUED | (ON_NODES - ENDING)
@@ -365,4 +365,4 @@ def begin_again(allocation: Allocation, at: float) -> None:
     allocation.nodes, allocation.agents = [], {}
     allocation.asked_at = allocation.wanted_at = allocation.kill_at = allocation.end_code = None
     allocation.left_at = None
-    allocation.warned, allocation.told_to_end, allocation.missing, allocation.unseen_at = False, False, 0, None
+    allocation.was_warned, allocation.told_to_end, allocation.missing, allocation.unseen_at = False, False, 0, None

@@ -65,7 +65,7 @@ def likeness(node: NodeInfo) -> Likeness:
     return node.arch, node.cpus, tuple(sorted(node.gpu_types.items())), tuple(sorted(node.features))
 
 
-def open_to(partition: PartitionInfo, groups: Collection[str] | None) -> bool:
+def is_open_to(partition: PartitionInfo, groups: Collection[str] | None) -> bool:
     """Return True if a member of these groups may submit to the partition (AllowGroups). None: groups are unknown."""
     return groups is None or not partition.allow_groups or any(group in groups for group in partition.allow_groups)
 
@@ -154,7 +154,7 @@ def _parse(tokens: list[str], level: int = 0) -> FeatureTest:
 _RESERVED = frozenset(("RES", "RESERVED"))
 
 
-def within(cluster: ClusterState, names: Collection[str]) -> ClusterState:
+def with_reservations(cluster: ClusterState, names: Collection[str]) -> ClusterState:
     """Return the poll as seen by runs that name these reservations.
 
     Nodes of such a reservation are open while the reservation lasts, to these runs only (`Kind.suits`).

@@ -151,7 +151,7 @@ def forget(turn: Turn, run: Run) -> None:
     if run.spec.local:
         known = {node.token for node in run.roster.nodes.values()}
         for token, allocation in list(run.allocations.items()):
-            if not allocation.live and token not in known:
+            if not allocation.is_live and token not in known:
                 del run.allocations[token]
                 turn.dirty.add(run.id)
     for place in [place for place in run.agent_seen if place[0] not in run.allocations]:

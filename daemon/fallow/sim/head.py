@@ -160,7 +160,7 @@ class VirtualHead(Head):
             return
         token = self.engine.name_of(happening.job_id)
         run = next((run for run in self._book.runs.values() if token in run.allocations), None)
-        if run is None or not run.allocations[token].live:
+        if run is None or not run.allocations[token].is_live:
             return
         allocation = run.allocations[token]
         turn = self._turn()
@@ -206,7 +206,7 @@ class VirtualHead(Head):
         self.loop.post(left_at, self._left, run, allocation)
 
     def _left(self, run: Run, allocation: Allocation) -> None:
-        if allocation.live:
+        if allocation.is_live:
             turn = self._turn()
             self._gone(turn, run, allocation, Exit.NO_RESTART)
             self._carry_out(turn)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from builders import NOW, allocation, job, request
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
 from fallow.core.accounting.spans import follow
-from fallow.core.allocations import Agent, observe, preempted_until
+from fallow.core.allocations import Agent, observe, preemption_end
 from fallow.head.peers.agents import agent_gone, give_up_agent
 from fallow.head.state.stored import StoredRun
 from fallow.model import (
@@ -58,7 +58,7 @@ def test_a_job_that_vanishes_had_its_node_until_the_first_poll_that_did_not_show
     for after_s in (30.0, 60.0):
         observe(mine, [], NOW + after_s, 30)
         follow(mine, [], NOW + after_s, {})
-    assert mine.settled
+    assert mine.is_settled
     assert mine.spans["7"].end_at == NOW + 30.0
 
 
@@ -76,9 +76,9 @@ def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     running = ours("7", "RUNNING", nodes=["n1"], start_at=NOW, end_at=NOW + 120.0)
     observe(mine, [running], NOW, 30)
     assert (mine.state, mine.end_at, mine.nodes) == (AllocationState.RUNNING, NOW + 120.0, ["n1"])
-    assert preempted_until([running]) is None
+    assert preemption_end([running]) is None
     grace = ours("7", "RUNNING", nodes=["n1"], end_at=NOW + 10.0, preempt_at=NOW)
-    assert preempted_until([grace]) == NOW + 10.0
+    assert preemption_end([grace]) == NOW + 10.0
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "STAGE_OUT"])
@@ -121,11 +121,11 @@ def test_a_job_that_the_head_has_let_go_of_is_cancelled_and_the_end_of_a_batch_s
     desk: Desk, renewed: bool
 ) -> None:
     desk.run.record.base_wanted = False
-    lost = desk.hold(AllocationKind.BASE, AllocationState.LOST, renewed=renewed)
-    given_up = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed)
-    elected = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed, end_code=Exit.OK)
-    by_itself = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed, left_at=NOW + 29.0)
-    preempted = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed)
+    lost = desk.hold(AllocationKind.BASE, AllocationState.LOST, was_renewed=renewed)
+    given_up = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed)
+    elected = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed, end_code=Exit.OK)
+    by_itself = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed, left_at=NOW + 29.0)
+    preempted = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed)
     harvest = desk.hold(state=AllocationState.ENDED, end_code=Exit.OK)
     jobs = [desk.job(a) for a in (given_up, elected, by_itself, harvest)]
     turn = desk.poll(desk.job(lost, "PENDING"), *jobs, desk.job(preempted, preempt_at=NOW))
@@ -147,15 +147,15 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     desk.poll(desk.job(base, submit_at=NOW))
     turn = desk.turn()
     Nodes(desk.run).come(turn, base, "n1")
-    base.warned = True
+    base.was_warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
     agent_gone(turn, desk.run, base, "n1", "given back as planned")
-    assert not base.live
+    assert not base.is_live
     turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
     assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
     turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0, reason="BeginTime"), after_s=2.0)
     assert base.state is AllocationState.PENDING
-    assert (base.agents, base.asked_at, base.warned, base.nodes) == ({}, None, False, [])
+    assert (base.agents, base.asked_at, base.was_warned, base.nodes) == ({}, None, False, [])
     assert desk.book.allowed(base.public_key)
     assert turn.cancels == []
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
@@ -169,7 +169,7 @@ def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: D
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
     turn = desk.turn()
-    base.warned = True
+    base.was_warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
     agent_gone(turn, desk.run, base, "n1", "given back as planned")
     assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
@@ -217,12 +217,12 @@ def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_ove
     number = nodes.come(turn, silent, "n1")
     nodes.come(turn, other, "n2")
     give_up_agent(turn, desk.run, silent, "n1", "agent on n1 silent for 700 s")
-    assert not silent.live and not desk.run.roster.nodes[number].proved_gone
+    assert not silent.is_live and not desk.run.roster.nodes[number].proved_gone
     turn = desk.poll(desk.job(silent), desk.job(other))
     assert [token for _, token, _ in turn.cancels] == [silent.token]
     assert not desk.run.roster.nodes[number].proved_gone
     desk.poll(desk.job(silent, "CANCELLED"), desk.job(other))
-    assert silent.settled
+    assert silent.is_settled
     desk.poll(desk.job(other))
     assert number not in desk.run.roster.nodes
     assert desk.run.roster.standbys() == [] and len(desk.run.roster.nodes) == 1

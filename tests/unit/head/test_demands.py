@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, request
-from fallow.core.kinds import Kind, within
+from fallow.core.kinds import Kind, with_reservations
 from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
@@ -39,7 +39,7 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     state = cluster([node("n1", "IDLE", "RESERVED"), node("n2")], partitions=[open_to_all], reservations=[mine])
     inside, outside = kind_of(spec("--reservation=mine"), []), kind_of(spec(), [])
     demands = [Demand("in", 3, kind=inside), Demand("out", 3, kind=outside)]
-    asked = actions(within(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
+    asked = actions(with_reservations(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
     # The hole in the reservation ends with it.
     found = [(wish.run, wish.minutes) for wish in asked if isinstance(wish, Ask)]
     assert found == [("in", 60), ("out", 120)]
@@ -47,10 +47,10 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     assert "n1" not in first.exclude
     # Nobody has to leave it because it has begun.
     held = allocation("h", run="in", partition="", nodes=["n1"])
-    assert planned(within(state, ["mine"]), demands, [held], HarvestRules()).give_backs == ()
+    assert planned(with_reservations(state, ["mine"]), demands, [held], HarvestRules()).give_backs == ()
     assert [each.token for each in planned(state, demands, [held], HarvestRules()).give_backs] == ["h"]
     later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])
-    assert within(later, ["mine"]) is later and within(state, ["other"]) is state
+    assert with_reservations(later, ["mine"]) is later and with_reservations(state, ["other"]) is state
 
 
 def idle(nodes: int, mode: str = "REQUEUE") -> ClusterState:

@@ -147,7 +147,7 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
     desk.run("modest", members=1, harvest_options=["--account=modest"])
     for number in range(50):
         held = desk.book.new_allocation(greedy, AllocationKind.HARVEST, NOW, partition="p")
-        held.state, held.start_at, held.end_at, held.settled = AllocationState.ENDED, NOW, NOW + 3600.0, True
+        held.state, held.start_at, held.end_at, held.is_settled = AllocationState.ENDED, NOW, NOW + 3600.0, True
         held.spans = {"1": Span(nodes={f"n{number}": 0}, start_at=NOW, end_at=NOW + 3600.0, partition="p")}
 
     def ratio(at: float) -> float:

@@ -256,7 +256,7 @@ def asked_for(turn: Turn) -> list[str]:
 def test_a_base_job_that_is_submitted_again_does_not_wait_as_the_first_one_was_told_to(site: Site) -> None:
     run = site.run()
     run.spec = msgspec.structs.replace(run.spec, script="#!/bin/sh\n#SBATCH --hold --begin=22:00\nfallow run -- x\n")
-    base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, renewed=True)
+    base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, was_renewed=True)
     assert site.harvest.request(site.book.paths, run, base).script == "#!/bin/sh\n#\nfallow run -- x\n"
 
 
@@ -303,23 +303,23 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         slurm.advance(2 * SUBMIT_S)
         now = Turn(site.book, slurm.now, slurm.now)
         take_in(now, await slurm.poll(), Backoff())
-        assert unknown.live and unknown.queued, "what waits in our own queue is not lost"
+        assert unknown.is_live and unknown.is_queued, "what waits in our own queue is not lost"
     slurm.lost_submits = int(how == "a submission")
     with loop.submitting():
         if how == "a submission":
             await loop.next()
             await loop.next()
-            assert unknown.sent_by == slurm.now and unknown.live
+            assert unknown.sent_by == slurm.now and unknown.is_live
         for _ in range(100):
             await asyncio.sleep(0)
         assert loop.inbox.empty(), "nobody's turn comes"
-        assert run.allocations[second].queued
+        assert run.allocations[second].is_queued
         # Meanwhile somebody has drained all nodes but one.
         slurm.engine.drain(["n2", "n3", "n4"])
         slurm.advance(POLL_S)
         asked = asked_for(loop.poll(await slurm.poll()))
-        assert not run.allocations[second].live
-        assert (len(asked), slurm.engine.poll().jobs) == (0 if unknown.live else 1, [])
+        assert not run.allocations[second].is_live
+        assert (len(asked), slurm.engine.poll().jobs) == (0 if unknown.is_live else 1, [])
         while any(run.allocations[token].job_id is None for token in asked):
             await loop.next()
         assert [job.name for job in slurm.engine.poll().jobs] == asked

@@ -84,7 +84,7 @@ class Scene:
         return {
             "members": (run.roster.members, run.root.status, run.root.message),
             "node": known if known is None else (known.phase, known.proved_gone, known.exited, known.seat),
-            "allocation": (gone.state, gone.hosts, gone.settled, gone.slurm_state, gone.elected),
+            "allocation": (gone.state, gone.hosts, gone.is_settled, gone.slurm_state, gone.is_elected),
             "may speak": self.talk.book.allowed(gone.public_key),
             "blame": (run.failures, run.record.cancelled, run.record.base_wanted, run.roster.failures.failures),
             "asks": awaits_verdict(gone, self.talk.now),
@@ -149,5 +149,5 @@ def test_a_run_counts_on_a_node_until_slurm_shows_its_end_where_its_agent_could_
         scene = Scene(tmp_path / str(left), Told(False, left), AllocationKind.HARVEST)
         scene.say_last(Exit.TEMPFAIL)
         scene.talk.tick()
-        assert scene.gone.live is not left
+        assert scene.gone.is_live is not left
         assert (scene.gone.state is AllocationState.ENDED) is left

@@ -255,21 +255,21 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     book: Book, run: Run, whose: str, marked: bool
 ) -> None:
     """Slurm had not shown it for so long that it was lost. Args: marked: its comment is as it was."""
-    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, was_renewed=whose == "the head's")
     jobs.submitted(turn(book), run, base.token, "8")
     for at in (80.0, 85.0):
         take_in(turn(book, NOW + at), cluster(run, True, NOW + at), Backoff())
     assert base.state is AllocationState.LOST
     if whose == "theirs, given up":
         run.root.status = RunStatus.CANCELLED
-    own = {"name": base.token} if base.renewed else {"name": "mine", "comment": base.token if marked else "x"}
+    own = {"name": base.token} if base.was_renewed else {"name": "mine", "comment": base.token if marked else "x"}
     lost = job("8", "RUNNING", nodes=["n1"], submit_at=NOW, **{"user": "me", **own})
     seen = []
     for at in (95.0, 100.0, 126.0):
         shown = cluster(run, True, NOW + at)
         shown.jobs.append(lost)
         found = Neighbours(CONFIG).polled(turn(book), shown, SITE)
-        assert (found.delayed_jobs != {}) == base.renewed, "its owner may hold nodes for as long as they like"
+        assert (found.delayed_jobs != {}) == base.was_renewed, "its owner may hold nodes for as long as they like"
         seen.append(turn(book, NOW + at))
         sweep(seen[-1], shown)
     told = [(record.kind, record.text.partition(",")[0]) for each in seen for record in each.records]

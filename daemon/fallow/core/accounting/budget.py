@@ -18,18 +18,18 @@ MOST_MINUTES = 1e9
 
 def charged(allocation: Allocation) -> bool:
     """Does the budget cover it?"""
-    return allocation.kind is AllocationKind.HARVEST or allocation.renewed
+    return allocation.kind is AllocationKind.HARVEST or allocation.was_renewed
 
 
 def booked(allocation: Allocation, now: float) -> float:
     """Node-seconds reserved or spent."""
     used = spent(allocation, now)
-    if not charged(allocation) or (allocation.settled and not allocation.end_guessed):
+    if not charged(allocation) or (allocation.is_settled and not allocation.end_guessed):
         return used
     if not allocation.spans and allocation.state is AllocationState.LOST:
         # No poll showed it. If one does after all, it has spans; and it may have come and gone between two of them.
         return allocation.nodes_wanted * min(allocation.blind_s, _limit_s(allocation))
-    if not allocation.spans and not allocation.live and allocation.job_id is None:
+    if not allocation.spans and not allocation.is_live and allocation.job_id is None:
         return 0.0
     nodes = max(allocation.nodes_wanted, sum(len(span.nodes) for span in allocation.spans.values()))
     return max(used, nodes * _limit_s(allocation))
@@ -71,7 +71,7 @@ def exhausted_at(budget_s: float, before_s: float, allocations: Iterable[Allocat
 
     They fit unless a limit became longer than what was asked for: the site rounds up, or somebody extended a job.
     """
-    mine = [a for a in allocations if charged(a) and not a.settled]
+    mine = [a for a in allocations if charged(a) and not a.is_settled]
     if left(budget_s, before_s, allocations, now) >= 0:
         return None
     holding = [a for a in mine if any(span.end_at is None for span in a.spans.values())]

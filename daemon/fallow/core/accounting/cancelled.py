@@ -45,7 +45,7 @@ def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collectio
     was_cancelled = allocation.slurm_state == "CANCELLED" and allocation.state is not AllocationState.LOST
     if not was_cancelled or any(job.preempt_at is not None for job in jobs):
         return False
-    if allocation.warned:
+    if allocation.was_warned:
         return True
     by_us = allocation.asked_at is not None or allocation.told_to_end
     if allocation.agents:
@@ -56,11 +56,11 @@ def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collectio
 
 def awaits_verdict(allocation: Allocation, now: float) -> bool:
     """Return True while Slurm has not said how a base job ends that is being left. Args: now: Unix time."""
-    leaving = allocation.state is AllocationState.ENDED or allocation.warned
-    known = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.settled
+    leaving = allocation.state is AllocationState.ENDED or allocation.was_warned
+    known = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.is_settled
     last_at = max((at for at in (allocation.asked_at, allocation.left_at) if at is not None), default=None)
     recent = last_at is not None and abs(now - last_at) < VERDICT_S
-    return known and leaving and recent and not allocation.elected
+    return known and leaving and recent and not allocation.is_elected
 
 
 def note(cancels: Cancels, now: float, node: str) -> bool:

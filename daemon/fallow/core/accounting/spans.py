@@ -64,7 +64,7 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
     Returns:
         Whether anything changed.
     """
-    if allocation.settled:
+    if allocation.is_settled:
         return False
     if not jobs:
         return _not_shown(allocation, at)
@@ -74,8 +74,8 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
     allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
     for job in jobs:
         _follow_job(allocation, job, at, gpus)
-    allocation.settled = all(job.state in ENDED_STATES for job in jobs)
-    if allocation.settled:
+    allocation.is_settled = all(job.state in ENDED_STATES for job in jobs)
+    if allocation.is_settled:
         allocation.slurm_state = jobs[0].state
     return before != _written(allocation)
 
@@ -94,7 +94,7 @@ def held(allocation: "Allocation", at: float) -> list[tuple[float, float]]:
     spans = allocation.spans.values()
     if spans or allocation.start_at is None:
         return [(span.start_at, span.start_at + span.held_s(at)) for span in spans for _ in span.nodes]
-    ended = not allocation.live and allocation.end_at is not None
+    ended = not allocation.is_live and allocation.end_at is not None
     end = min(at, allocation.end_at or at) if ended else at
     return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
 
@@ -119,7 +119,7 @@ def _follow_job(allocation: "Allocation", job: JobInfo, at: float, gpus: Mapping
 
 def _not_shown(allocation: "Allocation", at: float) -> bool:
     """Two polls without it: Slurm has forgotten it. It ended before the first of them, at its limit at the latest."""
-    if allocation.live or allocation.state is AllocationState.LOST:
+    if allocation.is_live or allocation.state is AllocationState.LOST:
         # Whether it is gone is not for one poll to say (`allocations.observe`); a lost one may still appear.
         return False
     if allocation.job_id is not None and allocation.unseen_at is None:
@@ -134,5 +134,5 @@ def _not_shown(allocation: "Allocation", at: float) -> bool:
     if allocation.job_id is not None and not allocation.spans:
         # Slurm took it, and it was over before a poll could show what it held.
         allocation.end_guessed = True
-    allocation.settled = True
+    allocation.is_settled = True
     return True

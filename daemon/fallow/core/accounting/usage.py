@@ -133,10 +133,10 @@ def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
     first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
     began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
     mine = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
-    if allocation.job_id is None and first is None and not allocation.live:
+    if allocation.job_id is None and first is None and not allocation.is_live:
         return  # Slurm refused it
     mine.jobs += 1
-    mine.useless += not allocation.uses and not allocation.live
+    mine.useless += not allocation.uses and not allocation.is_live
 
 
 def _add(tallies: Tallies, partition: str, start: float, end: float, shares: Mapping[Source, float], gpus: int) -> None:
@@ -159,7 +159,7 @@ def _stretches(
 ) -> Iterator[tuple[float, float, dict[Source, float]]]:
     """(from, to, source -> seconds) of one node, in order and without gaps."""
     use = allocation.uses.get(node)
-    useful = Source.HARVESTED if allocation.harvested else Source.BASE
+    useful = Source.HARVESTED if allocation.is_harvested else Source.BASE
     if use is None:
         yield start, end, {_without_use(allocation): end - start}
         return
@@ -186,7 +186,7 @@ def _stretches(
 
 
 def _without_use(allocation: Allocation) -> Source:
-    if allocation.live:
+    if allocation.is_live:
         return Source.START_UP
     return Source.CUT_SHORT if allocation.slurm_state in CUT_SHORT else Source.NOTHING
 

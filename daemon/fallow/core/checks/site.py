@@ -6,7 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from fallow.core.checks.network import is_loopback
-from fallow.core.kinds import open_to
+from fallow.core.kinds import is_open_to
 from fallow.core.neighbour.permission import needed_nice, nice_for, too_small_for
 from fallow.core.neighbour.preemption import exempt_s, preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo, slurm_release
@@ -122,7 +122,7 @@ def partitions(
 
 def _unfit(partition: PartitionInfo, allowed: bool, groups: Collection[str] | None) -> tuple[str, str, Level] | None:
     """Why a partition would not be harvested, and what to do about it if somebody named it."""
-    if not open_to(partition, groups):
+    if not is_open_to(partition, groups):
         members = ", ".join(partition.allow_groups)
         fix = f"only members of {members} may submit there; name another partition"
         return "not open to your groups", fix, Level.FAIL

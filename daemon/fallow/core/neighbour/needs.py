@@ -71,7 +71,7 @@ def assess(
         site: how this Slurm treats waiting jobs; None: the defaults.
     """
     site = SiteRules() if site is None else site
-    harvest = [a for a in allocations if a.harvested]
+    harvest = [a for a in allocations if a.is_harvested]
     tokens = {a.token for a in harvest}.union(former)
     # Waiting base jobs, and other jobs of ours with normal priority, count as others' jobs: harvest jobs make way for
     # them, as Slurm has it where it preempts.
@@ -135,7 +135,7 @@ def _nodes_of_own_run(allocations: Sequence[Allocation]) -> dict[str, frozenset[
     """Token of a request of normal priority -> nodes of its own run, which do not help it."""
     nodes: dict[str, set[str]] = {}
     for allocation in allocations:
-        if allocation.harvested and allocation.state is not AllocationState.RELEASING:
+        if allocation.is_harvested and allocation.state is not AllocationState.RELEASING:
             nodes.setdefault(allocation.run, set()).update(allocation.nodes)
     return {a.token: frozenset(nodes.get(a.run, ())) for a in allocations if a.has_normal_priority}
 
@@ -215,7 +215,7 @@ class _Placement:
             if already_seen >= self._site.looked_at:
                 continue
             shape = tuple((*_request_shape(each), self._own_nodes.get(each.name)) for each in job.jobs)
-            for _ in range(0 if shape in too_large else min(job.startable, ELEMENTS)):
+            for _ in range(0 if shape in too_large else min(job.startable_elements, ELEMENTS)):
                 if not (places := self._place(job)):
                     # Capacities only shrink, so an equal job does not fit either.
                     too_large.add(shape)

@@ -35,14 +35,14 @@ def needed_nice(config: ClusterConfig) -> int | None:
     """Return the least `--nice` that puts a job behind all others' jobs; None: no nice does."""
     if "multifactor" not in config.priority_type:
         return BASIC_NICE
-    if _unbounded(config):
+    if _why_unbounded(config):
         return None
     total = sum(config.priority_weights.values())
     # Without weights all have the same priority, and the older job goes first.
     return total + 1 if 0 < total < MAX_NICE else None
 
 
-def _unbounded(config: ClusterConfig) -> str:
+def _why_unbounded(config: ClusterConfig) -> str:
     """What makes priorities larger than the sum of the weights; empty: nothing."""
     if config.site_factor:
         return f"{config.site_factor} adds to priorities"
@@ -88,7 +88,7 @@ def refusals(
             if are_jobs_hidden:
                 why = "others' jobs cannot be seen, and Slurm would not preempt ours for them"
             elif config is not None and not allow_unfair:
-                why = _unfair(config, partition, cluster.partitions)
+                why = _why_unfair(config, partition, cluster.partitions)
             if why and partition.preempts:
                 why = f"on nodes where nobody preempts its jobs: {why}"
         if why:
@@ -96,12 +96,12 @@ def refusals(
     return reasons
 
 
-def _unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collection[PartitionInfo]) -> str:
+def _why_unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collection[PartitionInfo]) -> str:
     """Why our requests in a partition could come before others' jobs; empty: they cannot."""
     if needed_nice(config) is None:
         total = sum(config.priority_weights.values())
         weights = f"weights add up to {total}" if total else "no weights are set, so the older job goes first"
-        why = _unbounded(config) or weights
+        why = _why_unbounded(config) or weights
         return f"no --nice puts a request behind others' jobs ({config.priority_type}: {why})"
     nodes = set(partition.nodes)
     below = (p for p in partitions if p.up and p.priority_tier < partition.priority_tier)

@@ -63,11 +63,11 @@ def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None
         site: of the cluster; None: not known yet. Without it or its QOS, nothing counts as preempting.
         qos: of every harvest job (`[harvest] qos`); None: the default of the user's jobs.
     """
-    partitions = [_corrected(p, cluster.partitions, site, qos) for p in cluster.partitions]
+    partitions = [_correct_partition(p, cluster.partitions, site, qos) for p in cluster.partitions]
     return replace(cluster, partitions=partitions)
 
 
-def _corrected(
+def _correct_partition(
     partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
 ) -> PartitionInfo:
     preemptable_nodes = frozenset[str]() if site is None else _preempted_nodes(partition, partitions, site, qos)

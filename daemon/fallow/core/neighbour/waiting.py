@@ -34,7 +34,7 @@ class Waiting(msgspec.Struct, frozen=True):
     """A job of another user, or all components of a heterogeneous job, which start together."""
 
     jobs: tuple[JobInfo, ...]
-    startable: int = 1
+    startable_elements: int = 1
     "elements of a job array that its own limit lets start now"
 
     @property
@@ -107,7 +107,7 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
     queue = [
         Waiting(tuple(sorted(jobs, key=lambda job: _number(job.job_id))), elements)
         for jobs in groups.values()
-        if _wanting(jobs, cluster.at) and (elements := startable(jobs[0], running)) > 0
+        if _wanting(jobs, cluster.at) and (elements := startable_elements(jobs[0], running)) > 0
     ]
 
     def order(waiting: Waiting) -> tuple[float, ...]:
@@ -124,7 +124,7 @@ def _wanting(jobs: list[JobInfo], now: float) -> bool:
     return len(other) < len(jobs) and not {reason.strip("()") for reason in other} - {"None", ""} and not early
 
 
-def startable(job: JobInfo, running: Mapping[str, int]) -> int:
+def startable_elements(job: JobInfo, running: Mapping[str, int]) -> int:
     """Return how many elements of a job array its own limit lets start now; 1 for any other job.
 
     Args:

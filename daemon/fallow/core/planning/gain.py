@@ -65,13 +65,13 @@ class Curve(msgspec.Struct, kw_only=True):
             at: Unix time.
         """
         old = self.measurements.get(workers)
-        kept_s = 0.0 if old is None else min(_faded(old, at), MEMORY_S)
+        kept_s = 0.0 if old is None else min(_faded_weight_s(old, at), MEMORY_S)
         old_step_s = step_s if old is None else old.step_s
         mean = (kept_s * old_step_s + lasted_s * step_s) / (kept_s + lasted_s)
         self.measurements[workers] = Measurement(mean, min(kept_s + lasted_s, MEMORY_S), at)
         if len(self.measurements) > SIZES:
             other_sizes = [m for m in self.measurements if m != workers]
-            del self.measurements[min(other_sizes, key=lambda m: _faded(self.measurements[m], at))]
+            del self.measurements[min(other_sizes, key=lambda m: _faded_weight_s(self.measurements[m], at))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,12 @@ class Gain:
     schedule: Schedule | None
 
 
-def pooled(own: Curve, earlier_curves: Sequence[Curve], at: float) -> Curve:
+def pool_curves(own: Curve, earlier_curves: Sequence[Curve], at: float) -> Curve:
     """Pool a run's curve with those of earlier runs of its script and model, which count half. Args: at: Unix time."""
     sums: dict[int, tuple[float, float]] = {}
     for share, curve in [(1.0, own), *((0.5, other) for other in earlier_curves)]:
         for workers, measurement in curve.measurements.items():
-            weight = share * _faded(measurement, at)
+            weight = share * _faded_weight_s(measurement, at)
             total, times = sums.get(workers, (0.0, 0.0))
             sums[workers] = (total + weight, times + weight * measurement.step_s)
     merged = {
@@ -106,7 +106,7 @@ def pooled(own: Curve, earlier_curves: Sequence[Curve], at: float) -> Curve:
     return Curve(measurements=merged, shard_s=next(paces, None))
 
 
-def _faded(measurement: Measurement, at: float) -> float:
+def _faded_weight_s(measurement: Measurement, at: float) -> float:
     return float(measurement.weight_s * 0.5 ** (max(0.0, at - measurement.at) / HALF_LIFE_S))
 
 

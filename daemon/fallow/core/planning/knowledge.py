@@ -112,7 +112,7 @@ class RunClass(NamedTuple):
     partitions: tuple[str, ...]
     "that the run names; empty: any"
     asker: Asker
-    barred: frozenset[str]
+    excluded_nodes: frozenset[str]
     "nodes that the runs exclude"
 
 
@@ -217,7 +217,7 @@ class Learner:
         }
         self._count_fallen_idle(cluster, our_nodes, partitions)
         old_holders = self._holders
-        self._holders = {a.token: who for a, who in harvest if a.live and a.start_at is not None}
+        self._holders = {a.token: who for a, who in harvest if a.is_live and a.start_at is not None}
         # Each job of ours that has ended frees a place under a limit of its account or QOS.
         for who, count in Counter(who for token, who in old_holders.items() if token not in self._holders).items():
             backoff.eased(who, now, count)

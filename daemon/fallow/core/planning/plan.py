@@ -21,8 +21,8 @@ from fallow.core.holes import Hole, find_future_holes, idle_nodes
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.requests import Ask, Caps, PlanRequests
-from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, not_harvested, off_limits
-from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful
+from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, unharvestable_nodes, why_not_harvested
+from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful_nodes
 from fallow.core.planning.situation import Eligibility, Situation
 from fallow.core.planning.withdrawals import Withdraw, administrators_give_backs, learn, match, withdrawals
 from fallow.model import AllocationState, NodeInfo
@@ -168,7 +168,7 @@ class _Draft:
         """Keep a request for a node in use, or withdraw it if the caps leave no place beside the new requests."""
         run, caps = allocation.run, self._caps
         has_room = run in self._parties and self._parties[run].allowance > 0
-        if has_room and not caps.full(allocation.partition) and caps.may_wait_ahead():
+        if has_room and not caps.full_reason(allocation.partition) and caps.may_wait_ahead():
             caps.add_request(self._situation.by_run[run].asker, allocation.partition, requested_ahead=True)
             self._parties[run].add(1)
         else:
@@ -187,7 +187,7 @@ class _Draft:
     def _drop_useless(self, party: Party) -> None:
         """Drop requests, then the newest nodes, from which a run gains nothing."""
         reason = "the run gains nothing from it"
-        number = party.have - useful(party.worth, party.have) if party.allowance >= 0 else 0
+        number = party.have - useful_nodes(party.worth, party.have) if party.allowance >= 0 else 0
         if not number:
             return
         outgoing, requests = self._outgoing_tokens, [a for a in self._situation.pending if a.run == party.run]
@@ -251,7 +251,7 @@ class _Draft:
         leaving = [a for a in self._running_leases() if _is_leaving(a, situation.at, situation.rules.lead_s)]
         for allocation in sorted(leaving, key=lambda a: a.end_at or 0.0):
             demand = situation.by_run.get(allocation.run)
-            if allocation.token in replaced or demand is None or not demand.renew or demand.nodes < 0:
+            if allocation.token in replaced or demand is None or not demand.can_renew or demand.nodes < 0:
                 continue
             if (ask := self._requests.ask(demand, allocation.token)) is not None:
                 self._asks.append(ask)
@@ -281,7 +281,7 @@ class _Draft:
             withdrawals=tuple(self._withdrawals),
             asks=tuple(self._asks),
             targets={run: party.have for run, party in self._parties.items()},
-            unused=_unused(self._situation, self._eligibility, self._requests),
+            unused=_unused_nodes(self._situation, self._eligibility, self._requests),
             knowledge=self._eligibility.knowledge,
         )
 
@@ -323,19 +323,19 @@ def _party(demand: Demand, have: int, rules: HarvestRules) -> Party:
 # -- reasons for unused nodes -----------------------------------------------------------------------------------------
 
 
-def _unused(situation: Situation, eligibility: Eligibility, requests: PlanRequests) -> dict[str, str]:
+def _unused_nodes(situation: Situation, eligibility: Eligibility, requests: PlanRequests) -> dict[str, str]:
     """Idle node -> why it is not used. Args: requests: of this plan."""
     demands, offered = situation.demands, requests.offers
     # The first partition in which a run can use the node decides.
     first = {offer.hole.node: offer for offer in reversed(offered)}
     first |= {offer.hole.node: offer for offer in reversed(offered) if offer.users}
-    reasons = _closed(situation, [node for node in idle_nodes(situation.cluster) if node.node not in first])
+    reasons = _closed_nodes(situation, [node for node in idle_nodes(situation.cluster) if node.node not in first])
     for hole, users in first.values():
         if hole.node in requests.claimed_nodes:
             reasons[hole.node] = "asked for: a request waits for Slurm to start it"
         elif users or not demands:
             refusal = next((requests.refusals[run_class] for run_class in users if run_class in requests.refusals), "")
-            why = requests.reasons.get(hole.node) or refusal or requests.caps.full(hole.partition)
+            why = requests.reasons.get(hole.node) or refusal or requests.caps.full_reason(hole.partition)
             reasons[hole.node] = why or _not_needed(demands)
         else:
             reasons[hole.node] = eligibility.why_not(demands[0].run_class, hole.node, hole.partition, hole.part)
@@ -351,12 +351,12 @@ def _not_needed(demands: Sequence[Demand]) -> str:
     return "not needed: no run gains from it within its budget"
 
 
-def _closed(situation: Situation, idle: Sequence[NodeInfo]) -> dict[str, str]:
+def _closed_nodes(situation: Situation, idle: Sequence[NodeInfo]) -> dict[str, str]:
     """Idle node that is no hole to us -> why."""
     rules, external, harvested = situation.rules, situation.external, situation.partitions
     starts = {node: job for job, nodes in external.offers for node in nodes}
     kept_nodes = {node for name in external.kept_nodes if name in harvested for node in harvested[name].nodes}
-    closed = {p.partition: why for p in situation.cluster.partitions if (why := not_harvested(p, rules))}
+    closed = {p.partition: why for p in situation.cluster.partitions if (why := why_not_harvested(p, rules))}
     reasons: dict[str, str] = {}
     for node in idle:
         name, job = node.node, starts.get(node.node)
@@ -364,7 +364,9 @@ def _closed(situation: Situation, idle: Sequence[NodeInfo]) -> dict[str, str]:
             who = "a job that waits is about to start in the partition"
             reasons[name] = f"kept for others: {f'job {job.job_id} of {job.user} can start there' if job else who}"
         else:
-            unpreempted = [p for p in node.partitions if p in harvested and name in off_limits(harvested[p], rules)]
+            unpreempted = [
+                p for p in node.partitions if p in harvested and name in unharvestable_nodes(harvested[p], rules)
+            ]
             refusals = {p: rules.refusals.get(p, NOT_TAKEN_BACK) for p in unpreempted}
             reasons[name] = f"not harvested: {_none_of(node.partitions, closed | refusals)}"
     return reasons

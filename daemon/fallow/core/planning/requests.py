@@ -47,7 +47,7 @@ class Caps:
 
     def __init__(self, situation: Situation, allocations: Iterable[Allocation], pending: Iterable[str]) -> None:
         self._rules, self._backoff, self._at = situation.rules, situation.knowledge.backoff, situation.at
-        self._node_counts = Counter(a.partition for a in situation.allocations if a.has_normal_priority and a.live)
+        self._node_counts = Counter(a.partition for a in situation.allocations if a.has_normal_priority and a.is_live)
         self._fresh = self._old = 0
         "numbers of requests that wait for idle nodes: recent ones, and ones older than `start_patience_s`"
         self._by_asker = Counter[Asker]()
@@ -71,7 +71,7 @@ class Caps:
         """Number of requests that wait."""
         return self._by_asker.total()
 
-    def full(self, partition: str) -> str:
+    def full_reason(self, partition: str) -> str:
         """Why no more nodes may be held in this partition; empty: more may be."""
         if not self.nodes_left():
             return "limited: as many nodes are held as [harvest] max_nodes allows"
@@ -200,7 +200,7 @@ class PlanRequests:
             hole = queue.popleft()
             if hole.node in self.claimed_nodes:
                 continue
-            if why := self.caps.full(hole.partition):
+            if why := self.caps.full_reason(hole.partition):
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self.minutes(hole, demand)) is not None:
                 self.claimed_nodes.add(hole.node)
@@ -234,7 +234,7 @@ class PlanRequests:
             ]
         for hole in self._future_holes[run_class]:
             name = hole.partition
-            if not self.caps.full(name) and (minutes := self.minutes(hole, demand)) is not None:
+            if not self.caps.full_reason(name) and (minutes := self.minutes(hole, demand)) is not None:
                 exclude = self._eligibility.unsuitable(demand.kind, name, requested_ahead=True)
                 return self._count_request(
                     demand, Ask(demand.run, name, minutes, exclude=exclude, requested_ahead=True)

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.core.accounting.backoff import Asker
-from fallow.core.kinds import Kind, open_to
+from fallow.core.kinds import Kind, is_open_to
 from fallow.core.neighbour.permission import too_small_for
 from fallow.core.neighbour.waiting import LOOKED_AT, UNKNOWN, numbers, site_rules
 from fallow.core.planning.knowledge import Experience, RunClass
@@ -26,7 +26,7 @@ class HarvestRules(msgspec.Struct, frozen=True):
     refusals: Mapping[str, str] = {}
     """partition -> why it must not be harvested, whatever the configuration says. If Slurm preempts its jobs on some
     nodes only, the reason concerns the other nodes."""
-    stopped: str = ""
+    stop_reason: str = ""
     "why nothing may be harvested at all; empty: harvesting is on"
     groups: frozenset[str] | None = None
     "Unix groups of the owner, for partitions with AllowGroups; None: unknown"
@@ -64,36 +64,38 @@ class Demand(msgspec.Struct, frozen=True):
     "number of nodes that it wants besides those it holds or has requested; below 0: it has too many"
     partitions: tuple[str, ...] = ()
     min_minutes: int = 2
-    barred: frozenset[str] = frozenset()
+    excluded_nodes: frozenset[str] = frozenset()
     "nodes that the run excludes"
     budget_node_s: float | None = None
     "node-seconds that may still be reserved; None: no budget"
     kind: Kind = Kind()
     asker: Asker = Asker()
-    renew: bool = True
+    can_renew: bool = True
     "replace nodes that are near the end of their time limit by idle ones"
     worth: Worth | None = None
     "worth of nodes to the run; None: speed grows in proportion to nodes"
 
     @property
     def run_class(self) -> RunClass:
-        return RunClass(self.kind, self.partitions, self.asker, self.barred)
+        return RunClass(self.kind, self.partitions, self.asker, self.excluded_nodes)
 
 
-def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
+def harvestable_partitions(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
     """Partitions that may be harvested, without the nodes that may not. Lowest priority tier first, since all others'
     jobs precede ours there."""
-    partitions = [_open(partition, rules) for partition in cluster.partitions if not not_harvested(partition, rules)]
+    partitions = [
+        _open(partition, rules) for partition in cluster.partitions if not why_not_harvested(partition, rules)
+    ]
     return sorted(partitions, key=lambda p: (not p.preempts, p.priority_tier, p.partition))
 
 
-def not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
+def why_not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
     """Why a partition must not be harvested; empty: it may be."""
-    if rules.stopped:
-        return rules.stopped
+    if rules.stop_reason:
+        return rules.stop_reason
     if not partition.up:
         return "the partition is down"
-    if not open_to(partition, rules.groups):
+    if not is_open_to(partition, rules.groups):
         return "the partition is open to other groups only"
     if rules.partitions and partition.partition not in rules.partitions:
         return "the configuration does not name the partition"
@@ -104,14 +106,14 @@ def not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
     return rules.refusals.get(partition.partition) or ("" if rules.allow_without_preemption else NOT_TAKEN_BACK)
 
 
-def off_limits(partition: PartitionInfo, rules: HarvestRules) -> frozenset[str]:
+def unharvestable_nodes(partition: PartitionInfo, rules: HarvestRules) -> frozenset[str]:
     """Nodes of a harvestable partition that must not be harvested, since Slurm would not preempt us there."""
     open_too = rules.allow_without_preemption and partition.partition not in rules.refusals
     return frozenset() if open_too or not partition.preempts else partition.unpreempted
 
 
 def _open(partition: PartitionInfo, rules: HarvestRules) -> PartitionInfo:
-    closed = off_limits(partition, rules)
+    closed = unharvestable_nodes(partition, rules)
     return replace(partition, nodes=[n for n in partition.nodes if n not in closed]) if closed else partition
 
 
@@ -139,7 +141,7 @@ LIMITS_UNKNOWN = 8
 twice this number."""
 
 
-def allowed_now(
+def current_rules(
     configured: HarvestRules,
     site: ClusterConfig | None,
     experience: Experience,

@@ -103,7 +103,7 @@ def step_up(worth: Worth, have: int, most: int, stay_s: float) -> Step:
     return best
 
 
-def useful(worth: Worth, have: int) -> int:
+def useful_nodes(worth: Worth, have: int) -> int:
     """Return the smallest number of harvested nodes that is worth as much as all of them."""
     value = worth.value(have)
     while have > 0 and worth.base + have > worth.least and worth.value(have - 1) >= value:

@@ -25,7 +25,7 @@ from fallow.core.neighbour.waiting import (
     is_ours,
     picks_up,
     running_elements,
-    startable,
+    startable_elements,
     turn,
 )
 from fallow.core.planning.rules import Demand
@@ -116,7 +116,7 @@ def yield_to_waiting(
         askers: run -> account and QOS of its harvest jobs.
         owner: limits as Slurm shows them; None: unknown.
     """
-    tokens, limits = {a.token for a in allocations if a.harvested}, _limits(owner)
+    tokens, limits = {a.token for a in allocations if a.is_harvested}, _limits(owner)
     waiting = [job for job in cluster.jobs if waits_for_limit(job) and not is_ours(job, tokens) and not picks_up(job)]
     waiting = [job for job in waiting if not any(limit.is_too_small_for(job) for limit in limits)]
     if not waiting:
@@ -124,7 +124,7 @@ def yield_to_waiting(
     partitions = {p.partition: p for p in cluster.partitions}
     jobs_by_token = _jobs_by_token(cluster, allocations)
     newest = sorted(
-        (a for a in allocations if a.harvested and a.token in jobs_by_token),
+        (a for a in allocations if a.is_harvested and a.token in jobs_by_token),
         key=lambda a: (-(a.start_at or cluster.at), a.token),
     )
     outgoing = {a.token for a in newest if a.asked_at is not None or a.state is AllocationState.RELEASING}
@@ -146,7 +146,7 @@ def yield_to_waiting(
         for allocation in sorted(our_allocations, key=lambda a: a.token not in outgoing):
             if allocation in requests:
                 continue
-            if _is_enough(freed, job, startable(job, running)):
+            if _is_enough(freed, job, startable_elements(job, running)):
                 break
             freed.append(jobs_by_token[allocation.token])
             if allocation.token not in outgoing:
@@ -163,7 +163,7 @@ def resolve_askers(
 ) -> dict[str, Asker]:
     """Return the account and QOS of each run, with the defaults that Slurm shows for those that are not configured."""
     jobs_by_token, full_askers = _jobs_by_token(cluster, allocations), dict(askers)
-    for allocation in sorted(allocations, key=lambda a: not a.harvested):
+    for allocation in sorted(allocations, key=lambda a: not a.is_harvested):
         job, asker = jobs_by_token.get(allocation.token), full_askers.get(allocation.run)
         if job is not None and asker is not None:
             full_askers[allocation.run] = Asker(asker.account or job.account, asker.qos or job.qos)
@@ -180,7 +180,7 @@ def _jobs_by_token(cluster: ClusterState, allocations: Sequence[Allocation]) -> 
 def _as_harvest_job(job: JobInfo, allocation: Allocation, askers: Mapping[str, Asker]) -> JobInfo:
     """A job of a run with the account and QOS of the run's harvest jobs, which those of a base job may not be."""
     asker = askers.get(allocation.run, Asker())
-    if allocation.harvested:
+    if allocation.is_harvested:
         return job
     return replace(job, account=asker.account or job.account, qos=asker.qos or job.qos)
 
@@ -324,9 +324,9 @@ class Reserve:
         if owner is None or not owner.limits:
             return LimitVerdict()
         needs = {demand.run: _need(demand.kind, cluster, demand.run in whole_node_runs) for demand in demands}
-        tokens = {a.token for a in allocations if a.harvested}
+        tokens = {a.token for a in allocations if a.is_harvested}
         # A node and its requested successor count once.
-        our_allocations = [a for a in allocations if a.harvested and a.asked_at is None and a.run in needs]
+        our_allocations = [a for a in allocations if a.is_harvested and a.asked_at is None and a.run in needs]
         our_allocations = [a for a in our_allocations if a.replaces not in tokens]
         other_jobs = [job for job in cluster.jobs if job.state not in ENDED_STATES and not is_ours(job, tokens)]
         limits = _limits(owner)
@@ -381,7 +381,7 @@ def cap_demands(demands: Iterable[Demand], verdicts: Sequence[LimitVerdict]) -> 
         binding = [verdict for verdict in verdicts if demand.run in verdict.max_more]
         nodes = min([demand.nodes, *(verdict.max_more[demand.run] for verdict in binding)])
         capped_demands.append(
-            replace(demand, nodes=nodes, renew=demand.renew and all(verdict.may_renew for verdict in binding))
+            replace(demand, nodes=nodes, can_renew=demand.can_renew and all(verdict.may_renew for verdict in binding))
         )
     return capped_demands
 

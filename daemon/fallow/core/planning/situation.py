@@ -9,7 +9,7 @@ from fallow.core.holes import SLEEPING, Hole, Part, find_holes
 from fallow.core.kinds import Kind, may_use
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.planning.knowledge import Knowledge, RunClass
-from fallow.core.planning.rules import Demand, HarvestRules, harvestable, off_limits
+from fallow.core.planning.rules import Demand, HarvestRules, harvestable_partitions, unharvestable_nodes
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 
@@ -53,7 +53,7 @@ class Situation:
     @cached_property
     def partitions(self) -> Mapping[str, PartitionInfo]:
         """Name -> partition that may be harvested, without the nodes that may not. Lowest priority tier first."""
-        return {partition.partition: partition for partition in harvestable(self.cluster, self.rules)}
+        return {partition.partition: partition for partition in harvestable_partitions(self.cluster, self.rules)}
 
     @cached_property
     def holes(self) -> Sequence[Hole]:
@@ -69,7 +69,7 @@ class Situation:
     @cached_property
     def harvest(self) -> Sequence[Allocation]:
         """Live harvest allocations, requests included."""
-        return [a for a in self.allocations if a.state in LIVE and a.harvested]
+        return [a for a in self.allocations if a.state in LIVE and a.is_harvested]
 
     @cached_property
     def pending(self) -> Sequence[Allocation]:
@@ -140,7 +140,7 @@ class Eligibility:
         """Partitions in which runs of this class can use the whole node."""
         info, rules = self._situation.nodes.get(node), self._situation.rules
         partitions = (self._situation.partitions.get(name) for name in (() if info is None else info.partitions))
-        names = [p.partition for p in partitions if p is not None and node not in off_limits(p, rules)]
+        names = [p.partition for p in partitions if p is not None and node not in unharvestable_nodes(p, rules)]
         return [name for name in names if not self.why_not(run_class, node, name)]
 
     def suits(self, allocation: Allocation, hole: Hole) -> bool:
@@ -183,7 +183,7 @@ class Eligibility:
         info = self._situation.nodes.get(node)
         if info is None or not run_class.kind.suits(info, part):
             return "of another kind: no run can use it"
-        if node in run_class.barred:
-            return "barred: the run excludes this node"
+        if node in run_class.excluded_nodes:
+            return "excluded: the run does not use this node"
         left_s = self.knowledge.unschedulable.backoff_s(node, partition, run_class, self._situation.at)
         return f"unschedulable: Slurm starts no request on this node; next try in {left_s:.0f} s" if left_s else ""

@@ -68,17 +68,17 @@ def withdrawals(situation: Situation, eligibility: Eligibility, matched: Mapping
         eligibility: which runs can use which nodes.
         matched: token of a request -> idle node that it should get.
     """
-    needless, patience_s, withdraws = _needless(situation), situation.rules.pending_patience_s, list[Withdraw]()
+    needless, patience_s, withdraws = _needless_tokens(situation), situation.rules.pending_patience_s, list[Withdraw]()
     for allocation in situation.pending:
         token, waited_s, hole = allocation.token, situation.waited_s(allocation), matched.get(allocation.token)
         if hole is not None and not _is_passed_over(allocation, hole, situation):
             hole = None
         if token in needless:
             withdraws.append(Withdraw(token, "the run no longer needs it"))
-        elif waited_s > patience_s and not _lasts(allocation, situation):
-            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
+        elif waited_s > patience_s and not _may_wait_on(allocation, situation):
+            what = "it was not submitted" if allocation.is_queued else "Slurm did not start it"
             withdraws.append(Withdraw(token, f"{what} within {patience_s:.0f} s", hole))
-        elif why := _lost_its_point(allocation, situation) or _outdated(allocation, situation, eligibility):
+        elif why := _why_useless(allocation, situation) or _why_outdated(allocation, situation, eligibility):
             withdraws.append(Withdraw(token, why))
         elif hole is not None:
             what = f"Slurm did not start it within {waited_s:.0f} s, with {hole.node} idle"
@@ -132,7 +132,7 @@ def _is_passed_over(allocation: Allocation, hole: Hole, situation: Situation) ->
     return min(situation.waited_s(allocation), knowledge.unschedulable.unchanged_s(hole.node, at)) > patience_s
 
 
-def _needless(situation: Situation) -> set[str]:
+def _needless_tokens(situation: Situation) -> set[str]:
     """Tokens of the newest requests of each run that has too many."""
     tokens = set[str]()
     for demand in situation.demands:
@@ -141,7 +141,7 @@ def _needless(situation: Situation) -> set[str]:
     return tokens
 
 
-def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
+def _why_useless(allocation: Allocation, situation: Situation) -> str:
     """Why a request should stop waiting, whatever is idle; empty: it may wait."""
     part = allocation.part
     if allocation.token in situation.external.competing_requests:
@@ -155,7 +155,7 @@ def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
     return ""
 
 
-def _outdated(allocation: Allocation, situation: Situation, eligibility: Eligibility) -> str:
+def _why_outdated(allocation: Allocation, situation: Situation, eligibility: Eligibility) -> str:
     """Why a request for any node of its partition should be made anew with other excluded nodes; empty: it may
     wait."""
     partition, demand = allocation.partition, situation.by_run.get(allocation.run)
@@ -170,7 +170,7 @@ def _outdated(allocation: Allocation, situation: Situation, eligibility: Eligibi
     return f"it excludes {woken}, which is awake and idle" if woken else ""
 
 
-def _lasts(allocation: Allocation, situation: Situation) -> bool:
+def _may_wait_on(allocation: Allocation, situation: Situation) -> bool:
     """Return True if a request may wait for a node in use without an end.
 
     A short request was made for a node with a planned next job, and must be made anew.

@@ -190,7 +190,7 @@ def _ended(book: Book) -> dict[str, float]:
 
 def _is_over(run: Run) -> bool:
     """It has ended, and what its jobs held is in its sums."""
-    return run.ended and all(one.counted for one in run.allocations.values())
+    return run.ended and all(one.is_counted for one in run.allocations.values())
 
 
 def _count_checkpoints(run: str, folder: Path, is_elsewhere: bool) -> int | None:

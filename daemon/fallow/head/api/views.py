@@ -201,7 +201,7 @@ def node_views(
 
 def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
     """Nodes of jobs of ours that are over for us, but not for Slurm when it was polled: they are no others'."""
-    over = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
+    over = [(run, a) for run in runs for a in run.allocations.values() if not a.is_live and not a.is_settled]
     shown = PolledJobs(cluster.jobs if over else [])
     for holder in over:
         for job in shown.jobs_of(holder[1]):
@@ -221,7 +221,7 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
         owner = NodeOwner.DOWN
     else:
         owner = NodeOwner.PLANNED if planned else NodeOwner.IDLE
-    ending = ours is not None and not ours[1].live
+    ending = ours is not None and not ours[1].is_live
     end = None if ours is None or ending else ours[1].end_at
     return NodeView(
         node=node.node,

@@ -236,7 +236,7 @@ class Turn:
         allocation.asked_at = allocation.asked_at or self.now
         allocation.reason = reason
         self.dirty.add(run.id)
-        if allocation.queued:
+        if allocation.is_queued:
             forgo(allocation)
             self.book.end_allocation(run, allocation, reason)
         elif allocation.job_id is not None and not run.spec.local:

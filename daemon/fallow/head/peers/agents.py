@@ -61,7 +61,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
             # It was forgotten, as when its job was taken for requeued, and does not know.
             turn.messages.append((peer, Introduce(node=message.report.node)))
         return
-    if allocation.live:
+    if allocation.is_live:
         _see(turn, run, allocation, host, at)
     elif not isinstance(message, Left):
         # The head has given it up. What it was told to end with still holds.
@@ -210,7 +210,7 @@ def _beat(turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, a
     if beat.report is not None:
         progress = None if beat.brief else beat.progress
         _report(turn, run, allocation, host, beat.report, progress, at)
-    if allocation.live:
+    if allocation.is_live:
         peer = agent_peer(allocation, host)
         turn.messages.append((peer, _news(turn, run, allocation, host)))
         if allocation.end_code is not None:
@@ -260,18 +260,18 @@ def _news(turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
 
 def _warned(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
     """Slurm has warned the node."""
-    if run.ended or not allocation.live:
+    if run.ended or not allocation.is_live:
         return
     why = f"warned by Slurm with signal {number}: preempted or cancelled"
     if allocation.end_at is not None and turn.now >= allocation.end_at:
         # Limits are looked at every 30 s, so this warning comes late, never early.
         why = "walltime"
     # The scancel of the head itself warns, too.
-    if why != "walltime" and not allocation.warned and allocation.asked_at is None:
+    if why != "walltime" and not allocation.was_warned and allocation.asked_at is None:
         is_base = allocation.kind is AllocationKind.BASE
         # Only Slurm knows whether it was preempted or cancelled: the next poll comes soon.
-        turn.poll_soon = turn.poll_soon or allocation.harvested or is_base
-        allocation.warned = True
+        turn.poll_soon = turn.poll_soon or allocation.is_harvested or is_base
+        allocation.was_warned = True
         turn.dirty.add(run.id)
     turn.release_allocation(run, allocation, why)
 
@@ -357,7 +357,7 @@ def give_up_agent(turn: Turn, run: Run, allocation: Allocation, host: str, reaso
     if not agent.has_left:
         agent.has_left = True
         turn.dirty.add(run.id)
-    if not allocation.hosts and allocation.live:
+    if not allocation.hosts and allocation.is_live:
         turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
         turn.book.end_allocation(run, allocation, reason)
 
@@ -380,7 +380,7 @@ def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:
         return f"run {run.id} is {run.root.status}"
     if hello.host in run.barred:
         return f"node {hello.host} is barred from run {run.id}: {run.barred[hello.host]}"
-    if not allocation.live:
+    if not allocation.is_live:
         return f"allocation {allocation.token} has ended ({allocation.reason})"
     if allocation.agents and allocation.job_id not in (None, hello.job_id):
         # One token, one job: the first that came has claimed it.

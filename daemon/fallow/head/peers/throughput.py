@@ -114,7 +114,7 @@ def _members(run: Run) -> list[Member]:
         Member(
             node=node.host,
             index=node.id,
-            harvested=run.allocations[node.token].harvested,
+            harvested=run.allocations[node.token].is_harvested,
             pace_s=run.progress[node.id].pace_s,
             busy_links={
                 host_of[entry]: share for entry, share in run.progress[node.id].busy_links.items() if entry in host_of
@@ -130,7 +130,7 @@ def _may_go(run: Run, host: str) -> bool:
     there = [n for n in r.members if r.nodes[n].host == host]
     left = len(r.present(MemberPhase.MEMBER)) - len(there)
     is_calm = not r.present(MemberPhase.LEAVING)
-    harvested = all(run.allocations[r.nodes[n].token].harvested for n in there)
+    harvested = all(run.allocations[r.nodes[n].token].is_harvested for n in there)
     return harvested and is_calm and left >= run.root.minimum
 
 

@@ -84,19 +84,24 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
     for token, allocation in list(run.allocations.items()):
         lost = allocation.state is AllocationState.LOST and not allocation.spans
         old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
-        if (allocation.settled or (lost and old)) and not allocation.counted:
+        if (allocation.is_settled or (lost and old)) and not allocation.is_counted:
             tally(record.usage, allocation, at)
-            if allocation.harvested:
+            if allocation.is_harvested:
                 record.harvested.add(held(allocation, at), at)
-            allocation.counted = True
+            allocation.is_counted = True
             turn.dirty.add(run.id)
         # The length of the next base job is known from those before it that Slurm took.
-        refused = allocation.renewed and allocation.job_id is None and not lost
-        if allocation.counted and old and (allocation.kind is AllocationKind.HARVEST or refused) and token not in alive:
+        refused = allocation.was_renewed and allocation.job_id is None and not lost
+        if (
+            allocation.is_counted
+            and old
+            and (allocation.kind is AllocationKind.HARVEST or refused)
+            and token not in alive
+        ):
             record.spent_node_s += budget.booked(allocation, at)
             del run.allocations[token]
             turn.dirty.add(run.id)
-        rests = rests and allocation.counted and old
+        rests = rests and allocation.is_counted and old
     if rests:
         turn.book.rest(run)
 
@@ -112,7 +117,7 @@ def tallies(run: Run, now: float) -> Tallies:
     """The run's sums, with what its live jobs have held so far."""
     sums = copy.deepcopy(run.record.usage)
     for allocation in run.allocations.values():
-        if not allocation.counted:
+        if not allocation.is_counted:
             tally(sums, allocation, now)
     return sums
 

@@ -10,7 +10,7 @@ from fallow.core.accounting import budget
 from fallow.core.accounting.backoff import Asker, Backoff, base_job
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.allocations import Allocation
-from fallow.core.kinds import Kind, likeness, within
+from fallow.core.kinds import Kind, likeness, with_reservations
 from fallow.core.neighbour.needs import assess
 from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import plan
@@ -56,11 +56,11 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         nodes=wanted if asks else min(wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if restarts else 0),
-        barred=frozenset((*run.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
+        excluded_nodes=frozenset((*run.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=left_s(run, now),
         kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
-        renew=asks,
+        can_renew=asks,
     )
 
 
@@ -152,7 +152,7 @@ def estimate(
         known: what was learned.
         ordered: account and QOS of harvest jobs, where the configuration says so.
     """
-    cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
+    cluster = with_reservations(cluster, [spec.harvest_given.get("reservation", "")])
     budget_s = None if spec.budget_node_hours is None else spec.budget_node_hours * 3600.0
     demand = Demand(
         run="",
@@ -212,7 +212,7 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
     if hours is None or room is None or run.ended:
         return
     allocations = list(run.allocations.values())
-    waiting = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
+    waiting = [a for a in allocations if a.is_live and budget.charged(a) and not a.spans and not a.agents]
     for allocation in sorted(waiting, key=lambda a: -a.requested_at):
         if room >= 0:
             break
@@ -232,7 +232,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
     record = run.record
     if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
         return
-    if not run.bases or any(a.live or awaits_verdict(a, turn.now) for a in run.bases):
+    if not run.bases or any(a.is_live or awaits_verdict(a, turn.now) for a in run.bases):
         return
     if turn.now < backoff.put_off_until(base_job(run.id)):
         return
@@ -247,7 +247,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")
         return
     run.held_back = ""
-    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, renewed=True, limit_s=limit_s)
+    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, was_renewed=True, limit_s=limit_s)
 
 
 def hold_back(turn: Turn, run: Run, why: str) -> None:

@@ -14,7 +14,7 @@ from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, harv
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS
 from fallow.core.allocations import WAITING, Allocation, begin_sbatch, end_sbatch
-from fallow.core.kinds import may_use, within
+from fallow.core.kinds import may_use, with_reservations
 from fallow.core.membership.messages import Unreadable
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
@@ -22,7 +22,7 @@ from fallow.core.neighbour.watch import Delays
 from fallow.core.planning.knowledge import Experience, Learner
 from fallow.core.planning.plan import plan
 from fallow.core.planning.requests import Ask
-from fallow.core.planning.rules import MIN_PENDING, Demand, HarvestRules, allowed_now, harvestable
+from fallow.core.planning.rules import MIN_PENDING, Demand, HarvestRules, current_rules, harvestable_partitions
 from fallow.core.planning.shared_limits import Reserve, cap_demands, resolve_askers, yield_to_waiting
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
@@ -115,8 +115,8 @@ class Harvest:
     def rules(self, now: float, site: ClusterConfig | None) -> HarvestRules:
         """What may be asked for now, at Unix time `now`."""
         slurm = self._config.slurm
-        return allowed_now(
-            replace(self._configured, refusals=self.neighbours.refused, stopped=self.stopped),
+        return current_rules(
+            replace(self._configured, refusals=self.neighbours.refused, stop_reason=self.stopped),
             site,
             self.knowledge.experience,
             now,
@@ -152,13 +152,13 @@ class Harvest:
         with turn.apart("plan"):
             self.interval_s = self.neighbours.interval_s(turn.book)
             rules = self.rules(cluster.at, site)
-            partitions = harvestable(cluster, rules)
+            partitions = harvestable_partitions(cluster, rules)
             self._learn(turn, cluster, partitions)
             self._plan(turn, cluster, rules, partitions)
 
     def _learn(self, turn: Turn, cluster: ClusterState, partitions: Sequence[PartitionInfo]) -> None:
         ours = ((run, a) for run in turn.book.on_slurm for a in run.allocations.values())
-        harvest = [(a, run.asks_as(a)) for run, a in ours if a.harvested]
+        harvest = [(a, run.asks_as(a)) for run, a in ours if a.is_harvested]
         names = {p.partition for p in partitions}
         for run_id, text in self._learner.take_in(cluster, harvest, names, turn.now):
             turn.record(turn.book.runs[run_id], "backoff", text)
@@ -170,7 +170,7 @@ class Harvest:
     ) -> None:
         """Carry out what the planner wants for the next interval. Args: partitions: that may be harvested."""
         runs, known = {run.id: run for run in turn.book.on_slurm}, self.knowledge
-        cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
+        cluster = with_reservations(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             turn.for_each(runs.values(), "stop", lambda run: give_all_back(turn, run, self.stopped))
@@ -182,7 +182,7 @@ class Harvest:
 
         turn.for_each(runs.values(), "pause", look)
         # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
-        unsure = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
+        unsure = (a.run for run in runs.values() for a in run.bases if a.was_warned and awaits_verdict(a, turn.now))
         put_off.update(unsure)
         # First, for the nodes of a base job need not be harvested.
         wanting = [run for run in runs.values() if run.id not in put_off]
@@ -199,7 +199,7 @@ class Harvest:
         turn.for_each([runs[name] for name in gained], "demand", want)
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, live, cluster, demands, partitions)
-        live = [a for a in live if a.live]
+        live = [a for a in live if a.is_live]
         known.unschedulable = known.unschedulable.after_poll(cluster)
         excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
         found = plan(Situation(cluster, demands, live, rules, known, external, excluded))
@@ -290,7 +290,7 @@ class Harvest:
         if allocation is None:
             return False
         alone = self.knowledge.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
-        if allocation.queued and allocation.kind is AllocationKind.HARVEST and alone:
+        if allocation.is_queued and allocation.kind is AllocationKind.HARVEST and alone:
             turn.record(run, "withdraw", f"{token}, not submitted yet: {alone}")
             turn.cancel(run, allocation, alone)
         if not begin_sbatch(allocation, turn.now):
@@ -325,7 +325,7 @@ class Harvest:
         turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
         usable: list[PartitionInfo] = []
         if self.cluster is not None:
-            usable = _usable(run, harvestable(self.cluster, self.rules(self.cluster.at, self._site)))
+            usable = _usable(run, harvestable_partitions(self.cluster, self.rules(self.cluster.at, self._site)))
         if _everywhere(refusals, {p.partition for p in usable}) and not run.record.harvest_paused:
             turn.stop_asking(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
 
@@ -356,7 +356,7 @@ class Harvest:
         if self.stopped:
             return self.stopped
         rules = self.rules(self.cluster.at, self._site)
-        there = harvestable(self.cluster, rules)
+        there = harvestable_partitions(self.cluster, rules)
         if not there:
             why = [f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused.items()]
             none = "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
@@ -419,7 +419,7 @@ def _tried(run: Run, wanted: Demand) -> Demand:
         a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.requested_ahead
     )
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
-    return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
+    return replace(wanted, nodes=min(wanted.nodes, most), can_renew=False)
 
 
 def _submit(turn: Turn, ask: Ask, run: Run) -> None:
@@ -448,10 +448,10 @@ def _withdraw(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
     turn.cancel(run, allocation, reason)
 
 
-def _usable(run: Run, harvestable: Collection[PartitionInfo]) -> list[PartitionInfo]:
+def _usable(run: Run, harvestable_partitions: Collection[PartitionInfo]) -> list[PartitionInfo]:
     """Those in which the run wants to harvest and its account and QOS may."""
     wanted = run.spec.harvest_partitions
-    named = [p for p in harvestable if not wanted or p.partition in wanted]
+    named = [p for p in harvestable_partitions if not wanted or p.partition in wanted]
     return [p for p in named if may_use(p, *astuple(run.asker))]
 
 

@@ -22,8 +22,8 @@ from fallow.core.allocations import (
     end_sbatch,
     horizon_s,
     observe,
-    preempted_until,
-    requeued,
+    preemption_end,
+    was_requeued,
 )
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
@@ -64,16 +64,16 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
         for allocation in list(run.allocations.values()):
-            if allocation.live:
+            if allocation.is_live:
                 left_word(turn, run, allocation)
                 _observe(turn, run, allocation, jobs.jobs_of(allocation), cluster.at)
-            elif allocation.settled:
+            elif allocation.is_settled:
                 _prove_gone(turn, run, allocation)
         for allocation in list(run.allocations.values()):
             mine = jobs.jobs_of(allocation)
             if follow(allocation, mine, cluster.at, gpus):
                 turn.dirty.add(run.id)
-                if allocation.settled:
+                if allocation.is_settled:
                     turn.book.close(run, allocation)
                     if cancelled.by_others(allocation, mine, closed):
                         _cancelled(turn, run, allocation, backoff)
@@ -83,10 +83,10 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: PolledJobs) -> None:
     """Take up a base job again that Slurm has requeued. Of an ended run the job is swept up."""
-    bases = [a for a in run.bases if not a.settled]
+    bases = [a for a in run.bases if not a.is_settled]
     for allocation in bases:
-        others = any(a.live for a in bases if a is not allocation)
-        if run.ended or others or not requeued(allocation, jobs.jobs_of(allocation)):
+        others = any(a.is_live for a in bases if a is not allocation)
+        if run.ended or others or not was_requeued(allocation, jobs.jobs_of(allocation)):
             continue
         for host in list(allocation.hosts):
             agent_gone(turn, run, allocation, host, "Slurm has requeued its job", taken=True)
@@ -106,11 +106,11 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInf
     if changed is not None:
         job = f" (job {allocation.job_id})" if allocation.job_id else ""
         turn.record(run, "job", f"{allocation.token}{job}: {changed}")
-    grace_end = preempted_until(jobs)
+    grace_end = preemption_end(jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
         turn.release_allocation(run, allocation, "preempted")
-    if not allocation.live:
+    if not allocation.is_live:
         _ended(turn, run, allocation)
     elif (
         allocation.asked_at is not None
@@ -257,7 +257,7 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
     shown = PolledJobs(cluster.jobs)
     for run in turn.book.on_slurm:
         for allocation in run.allocations.values():
-            if allocation.live or _ends_by_itself(turn, allocation, allocation.token in wanted):
+            if allocation.is_live or _ends_by_itself(turn, allocation, allocation.token in wanted):
                 continue
             alive = (job for job in shown.jobs_of(allocation) if _is_orphan(job, cluster.at))
             for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):
@@ -268,7 +268,7 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
 
 
 def _ends_by_itself(turn: Turn, allocation: Allocation, is_wanted: bool) -> bool:
-    if allocation.elected and not (is_wanted and allocation.kind is AllocationKind.HARVEST):
+    if allocation.is_elected and not (is_wanted and allocation.kind is AllocationKind.HARVEST):
         return True
     if allocation.left_at is not None and abs(turn.now - allocation.left_at) < END_S:
         return True
@@ -329,7 +329,7 @@ def give_up_queued(turn: Turn, why: str) -> None:
 def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
     """Give up what of one run waits for its turn at sbatch."""
     for allocation in run.live_allocations():
-        if allocation.queued:
+        if allocation.is_queued:
             turn.record(run, "withdraw", f"{allocation.token}: {why}")
             turn.cancel(run, allocation, why)
 
@@ -349,7 +349,7 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
 
 def left_word(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Take in the number of a base job that `fallow submit` could not tell a head, which was away."""
-    if allocation.kind is not AllocationKind.BASE or allocation.renewed or allocation.job_id is not None:
+    if allocation.kind is not AllocationKind.BASE or allocation.was_renewed or allocation.job_id is not None:
         return
     try:
         found = read_struct(turn.book.paths.run(run.id).base_job(allocation.token), BaseJob)

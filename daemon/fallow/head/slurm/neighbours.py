@@ -61,11 +61,11 @@ class Neighbours:
             What others' jobs need of us.
         """
         every = [a for run in turn.book.on_slurm for a in run.allocations.values()]
-        live, lost = [a for a in every if a.live], AllocationState.LOST
+        live, lost = [a for a in every if a.is_live], AllocationState.LOST
         # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are
         # cancelled when they appear (`jobs.sweep`).
-        own = (a for a in every if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed))
-        over = [a for a in own if not a.live]
+        own = (a for a in every if a.kind is AllocationKind.HARVEST or (a.state is lost and a.was_renewed))
+        over = [a for a in own if not a.is_live]
         if cluster.at >= self._taken_at:
             self._alert = max(0, self._alert - 1)
         nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
@@ -104,7 +104,7 @@ class Neighbours:
 
     def _is_watchful(self, book: Book) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        live = (a for run in book.current.values() for a in run.live_allocations() if a.harvested)
+        live = (a for run in book.current.values() for a in run.live_allocations() if a.is_harvested)
         return self._awaited or any(map(self._is_ours_to_give, live))
 
     def _is_ours_to_give(self, allocation: Allocation) -> bool:
@@ -153,7 +153,11 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
 
 def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End what has not left in time: its workers first, then its job."""
-    if allocation.kill_at is None or turn.now < allocation.kill_at <= turn.now + CANCEL_AGAIN_S or not allocation.live:
+    if (
+        allocation.kill_at is None
+        or turn.now < allocation.kill_at <= turn.now + CANCEL_AGAIN_S
+        or not allocation.is_live
+    ):
         return
     # Never later than now: a clock may be set back.
     allocation.wanted_at = min(allocation.wanted_at or 0.0, turn.now)

@@ -232,7 +232,7 @@ class Run:
         return [a for a in self.allocations.values() if a.kind is AllocationKind.BASE]
 
     def live_allocations(self) -> list[Allocation]:
-        return [a for a in self.allocations.values() if a.live]
+        return [a for a in self.allocations.values() if a.is_live]
 
 
 def ordered(config: Config) -> Asker:
@@ -360,7 +360,7 @@ class Book:
         run = Run(stored, machine, revision, ordered(self.config))
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in stored.allocations.values():
-            if allocation.live or _may_still_come(spec, allocation):
+            if allocation.is_live or _may_still_come(spec, allocation):
                 self.principals[allocation.public_key] = allocation
         return run
 
@@ -509,4 +509,4 @@ class Book:
 
 def _may_still_come(spec: RunSpec, allocation: Allocation) -> bool:
     """True while agents of an allocation that was given up may live on in its job."""
-    return not spec.local and allocation.job_id is not None and not allocation.settled
+    return not spec.local and allocation.job_id is not None and not allocation.is_settled

@@ -101,7 +101,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 10**6))
     def withdraw_what_waits_in_our_queue(self, pick: int) -> None:
-        waiting = [a for a in self.queue if a.queued]
+        waiting = [a for a in self.queue if a.is_queued]
         if waiting:
             forgo(waiting[pick % len(waiting)])
 
@@ -159,7 +159,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
     @rule(by=st.floats(-10_000, 10_000))
     def our_clock_steps(self, by: float) -> None:
         # Requests that are waited for are dated by it, so the horizon is judged wrongly: that alone is left out.
-        if not any(a.state is AllocationState.UNKNOWN and not a.queued for a in self.allocations):
+        if not any(a.state is AllocationState.UNKNOWN and not a.is_queued for a in self.allocations):
             self.skew_s = by
 
     @rule(pick=st.integers(0, 10**6))
@@ -192,10 +192,10 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         self.polled_at = self.now + self.skew_s
         shown = PolledJobs([job.info() for job in self.jobs if not job.forgotten])
         for mine in self.allocations:
-            waits = mine.queued
-            if mine.live:
+            waits = mine.is_queued
+            if mine.is_live:
                 observe(mine, shown.jobs_of(mine), self.polled_at, HORIZON_S)
-            assert mine.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
+            assert mine.is_queued == waits, "Slurm has never heard of it, so no poll says anything about it"
             follow(mine, shown.jobs_of(mine), self.polled_at, {})
 
     @invariant()
@@ -213,7 +213,7 @@ TestNeverAboveTheBudget.settings = settings(max_examples=200, stateful_step_coun
 def test_a_released_allocation_gives_back_what_it_did_not_use() -> None:
     mine = harvest(minutes=60, state=AllocationState.ENDED, job_id="7", spans={"7": span(NOW)})
     assert budget.booked(mine, NOW + 60.0) == 3600.0, "Slurm has not shown its end yet"
-    mine.spans["7"].end_at, mine.settled = NOW + 90.0, True
+    mine.spans["7"].end_at, mine.is_settled = NOW + 90.0, True
     assert budget.booked(mine, NOW + 10_000.0) == 90.0
     mine.end_guessed = True
     assert budget.booked(mine, NOW + 10_000.0) == 3600.0
@@ -223,7 +223,7 @@ def test_the_first_base_job_is_free_and_a_renewed_one_is_not() -> None:
     known = {"job_id": "1", "nodes_wanted": 2, "limit_s": 600.0, "spans": {"1": span(NOW, nodes=2)}}
     base = allocation("t", kind=AllocationKind.BASE, **known)
     assert budget.booked(base, NOW + 60) == 0.0
-    base.renewed = True
+    base.was_renewed = True
     assert budget.booked(base, NOW + 60) == 1200.0
     base.limit_s = None
     assert budget.left(3600.0, 0.0, [base], NOW) < 0, "a job without end leaves room for nothing"
@@ -260,7 +260,7 @@ def test_a_poll_tells_what_was_held() -> None:
     assert not follow(mine, [job.info()], NOW + 60, {"n1": 8})
     assert mine.limit_s == 900.0, "Slurm granted more than was asked for"
     job.state, job.end_at = "CANCELLED", NOW + 70
-    assert follow(mine, [job.info()], NOW + 90, {}) and mine.settled
+    assert follow(mine, [job.info()], NOW + 90, {}) and mine.is_settled
     assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
@@ -278,13 +278,13 @@ def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     attempts = {"5.1": span(NOW - 1000, NOW - 900), "5": span(NOW)}
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans=attempts)
     assert follow(mine, [], NOW + 100_000, {})
-    assert not mine.settled, "one answer may be wrong"
+    assert not mine.is_settled, "one answer may be wrong"
     assert follow(mine, [], NOW + 100_030, {})
-    assert mine.settled and mine.end_guessed
+    assert mine.is_settled and mine.end_guessed
     assert [each.end_at for each in attempts.values()] == [NOW - 900, NOW + 600]
 
 
 def test_a_job_that_was_over_before_a_poll_saw_it_counts_in_full() -> None:
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0)
-    assert follow(mine, [], NOW + 30, {}) and follow(mine, [], NOW + 60, {}) and mine.settled
+    assert follow(mine, [], NOW + 30, {}) and follow(mine, [], NOW + 60, {}) and mine.is_settled
     assert budget.booked(mine, NOW + 100_000) == 600.0

@@ -13,7 +13,7 @@ from fallow.core.checks import site as checks
 from fallow.core.checks.site import Level
 from fallow.core.neighbour.permission import BASIC_NICE, MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.planning.rules import HarvestRules, harvestable
+from fallow.core.planning.rules import HarvestRules, harvestable_partitions
 from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient
@@ -160,7 +160,7 @@ def seen(text: str, site: ClusterConfig | None, qos: str | None = None) -> Clust
 
 def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) -> list[str]:
     """Partitions that are harvested by default."""
-    return [p.partition for p in harvestable(seen(text, configured(kind, modes), qos), HarvestRules())]
+    return [p.partition for p in harvestable_partitions(seen(text, configured(kind, modes), qos), HarvestRules())]
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
         "all": (True, {"n3", "n4"}),
         "low": (True, {"n5", "n6"}),
     }
-    kept = {p.partition: p.nodes for p in harvestable(state, HarvestRules())}
+    kept = {p.partition: p.nodes for p in harvestable_partitions(state, HarvestRules())}
     assert kept == {"all": ["n1", "n2"], "low": ["n3", "n4"]}
     allowed = HarvestRules(allow_without_preemption=True)
-    assert {p.partition: len(p.nodes) for p in harvestable(state, allowed)} == {"top": 2, "all": 4, "low": 4}
+    assert {p.partition: len(p.nodes) for p in harvestable_partitions(state, allowed)} == {"top": 2, "all": 4, "low": 4}
     unfair = HarvestRules(allow_without_preemption=True, refusals={"all": "on some nodes: unfair", "top": "unfair"})
-    assert {p.partition: p.nodes for p in harvestable(state, unfair)} == {
+    assert {p.partition: p.nodes for p in harvestable_partitions(state, unfair)} == {
         "all": ["n1", "n2"],
         "low": ["n3", "n4", "n5", "n6"],
     }

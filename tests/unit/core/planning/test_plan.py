@@ -86,7 +86,7 @@ def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ah
 
 def test_a_request_that_waits_ahead_is_left_where_the_idle_node_is_of_no_use() -> None:
     for state, demand, mine in (
-        (beside("m1"), Demand("r", 0, barred=frozenset({"m1"})), [ahead()]),
+        (beside("m1"), Demand("r", 0, excluded_nodes=frozenset({"m1"})), [ahead()]),
         (beside("m1"), Demand("r", 0, budget_node_s=0.0), [ahead()]),
         (preempting([node("n1")]), Demand("r", 0), [ahead(waited_s=5000.0)]),  # it gets it itself
         (beside("m1"), Demand("r", 0), [ahead(requested_ahead=False)]),
@@ -155,15 +155,20 @@ def three_idle_nodes() -> ClusterState:
 
 MOST = "limited: as many nodes are held as [harvest] max_nodes allows"
 MOST_OF_P = "limited: as many nodes of p are held as [harvest] partition_nodes allows"
-GREEDY = Demand("r", 3, barred=frozenset({"n3"}))
+GREEDY = Demand("r", 3, excluded_nodes=frozenset({"n3"}))
 
 
 def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
-    state, barred = three_idle_nodes(), "barred: the run excludes this node"
+    state, excluded = three_idle_nodes(), "excluded: the run does not use this node"
     needless = "not needed: no run gains from it within its budget"
-    assert unused(state, [Demand("r", 1, barred=GREEDY.barred)]) == {"n1": ASKED, "n2": needless, "n3": barred}
+    modest = Demand("r", 1, excluded_nodes=GREEDY.excluded_nodes)
+    assert unused(state, [modest]) == {
+        "n1": ASKED,
+        "n2": needless,
+        "n3": excluded,
+    }
     too_short = "too short: another job gets the node in 50 s, and a request lasts at least 2 min"
-    assert unused(state, [GREEDY]) == {"n1": ASKED, "n2": too_short, "n3": barred}
+    assert unused(state, [GREEDY]) == {"n1": ASKED, "n2": too_short, "n3": excluded}
     assert set(unused(state, []).values()) == {"not needed: there is no run"}
     assert set(unused(state, [Demand("r", 0)]).values()) == {"not needed: no run wants more nodes"}
 

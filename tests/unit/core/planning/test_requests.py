@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import Part, planned_ends
-from fallow.core.kinds import Kind, likeness, may_use, within
+from fallow.core.kinds import Kind, likeness, may_use, with_reservations
 from fallow.core.neighbour.needs import assess
 from fallow.core.planning.knowledge import Experience, Knowledge, UnschedulableNodes
 from fallow.core.planning.plan import plan
 from fallow.core.planning.requests import Ask
-from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
+from fallow.core.planning.rules import Demand, HarvestRules, current_rules
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.situation import Situation
 from fallow.model import ClusterState, NodeInfo, ReservationInfo
@@ -47,7 +47,7 @@ def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin(
     start_s: float, least: int, minutes: list[int]
 ) -> None:
     """Nodes that took too long to begin leave requests as long as any may be, or none would be made in six hours."""
-    rules = allowed_now(HarvestRules(), None, Experience(starts=[(NOW - 60.0, start_s)]), NOW, 30.0)
+    rules = current_rules(HarvestRules(), None, Experience(starts=[(NOW - 60.0, start_s)]), NOW, 30.0)
     assert rules.min_minutes == least
     short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 390)])
     assert [ask.minutes for ask in asked(short, [Demand("r", 1)], [], rules)] == minutes
@@ -133,7 +133,7 @@ def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> No
 
 def test_a_node_that_the_first_run_does_without_is_for_the_next_one() -> None:
     state, worth = preempting([node("n1")]), Worth(linear(8))
-    eager = Demand("r", 1, worth=Worth(tuple(9.0 * value for value in worth.values)), barred=frozenset({"n1"}))
+    eager = Demand("r", 1, worth=Worth(tuple(9.0 * value for value in worth.values)), excluded_nodes=frozenset({"n1"}))
     patient = Demand("r", 1, worth=eager.worth, min_minutes=180)
     other = Demand("b", 1, worth=worth)
     # Nor does a request stand for nodes that its run does without, and one that is cancelled for none at all.
@@ -203,7 +203,7 @@ def test_no_request_can_be_given_a_node_of_a_reservation_that_attracts_jobs() ->
     ):
         (ask,) = asked(replace(state, reservations=[reservation]), [Demand("r", 1)], [], RULES)
         assert ask.exclude == excluded
-    seen = within(replace(state, reservations=[kept]), ["course"])
+    seen = with_reservations(replace(state, reservations=[kept]), ["course"])
     for named, excluded in ("", ("n2",)), ("course", ("n1",)):
         (ask,) = asked(seen, [Demand("r", 1, kind=Kind(reservation=named))], [], RULES)
         assert ask.exclude == excluded, "another run of its owner names it"

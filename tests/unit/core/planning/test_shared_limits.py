@@ -11,7 +11,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.knowledge import Experience
-from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
+from fallow.core.planning.rules import Demand, HarvestRules, current_rules
 from fallow.core.planning.shared_limits import (
     LimitVerdict,
     Reserve,
@@ -103,7 +103,7 @@ def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> N
     assert all(wish.urgent for wish in found.give_backs)
     assert found.give_backs[0].reason == "job 9 of bob waits for AssocGrpNodeLimit"
     (demand,) = cap_demands([Demand("r", 5)], [found])
-    assert (demand.nodes, demand.renew) == (0, False)
+    assert (demand.nodes, demand.can_renew) == (0, False)
 
 
 def test_who_waits_for_licences_that_our_jobs_have_gets_as_many_as_it_needs() -> None:
@@ -330,7 +330,7 @@ def test_few_requests_wait_where_the_limits_are_not_known(
     known: bool, accounting: bool, max_pending: int | None, most: int
 ) -> None:
     told = site(accounting=accounting), Experience(), NOW, 30.0
-    found = allowed_now(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
+    found = current_rules(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
     assert found.max_waiting >= most if most > 8 else found.max_waiting == most
-    usual = allowed_now(HarvestRules(), *told, max_pending=max_pending)
+    usual = current_rules(HarvestRules(), *told, max_pending=max_pending)
     assert replace(found, max_waiting=0) == replace(usual, max_waiting=0)

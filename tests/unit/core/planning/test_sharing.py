@@ -15,7 +15,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Part
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pooled, speeds
+from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pool_curves, speeds
 from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import Action
 from fallow.core.planning.requests import Ask
@@ -228,7 +228,7 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         run: {
             "min_minutes": data.draw(st.sampled_from([2, 2, 180])),
             "budget_node_s": data.draw(st.sampled_from([None, None, 0.0, 600.0])),
-            "barred": frozenset(data.draw(st.sampled_from([[], ["p0", "b0"]]))),
+            "excluded_nodes": frozenset(data.draw(st.sampled_from([[], ["p0", "b0"]]))),
         }
         for run in most
     }
@@ -307,13 +307,13 @@ def test_newer_measurements_replace_older_ones_and_memory_is_bounded() -> None:
 
 def test_earlier_runs_of_the_same_script_tell_what_to_expect() -> None:
     before = learned(8, {1: 8.0, 4: 2.4}, 1.0)
-    merged = pooled(Curve(), [before], NOW)
+    merged = pool_curves(Curve(), [before], NOW)
     assert set(merged.measurements) == {1, 4}
     assert merged.shard_s == 1.0
     own = Curve()
     own.observe(4, 4.8, MEMORY_S, NOW)
-    both = pooled(own, [before], NOW)
+    both = pool_curves(own, [before], NOW)
     assert 3.6 < both.measurements[4].step_s < 4.8, "own measurements count more"
     later = NOW + 60 * 86400.0
     own.observe(4, 4.8, 60.0, later)
-    assert pooled(own, [before], later).measurements[4].step_s > 4.7, "old ones fade"
+    assert pool_curves(own, [before], later).measurements[4].step_s > 4.7, "old ones fade"

@@ -69,7 +69,7 @@ def test_a_node_is_replaced_by_an_idle_one_before_its_time_is_over() -> None:
         (Demand("r", 0), [ending(), request("s", 1.0, replaces="h", minutes=30)]),
         (Demand("r", 0), [ending(130.0)]),
         (Demand("r", -1), [ending()]),
-        (Demand("r", 0, renew=False), [ending()]),
+        (Demand("r", 0, can_renew=False), [ending()]),
         (Demand("r", 0), [short]),  # not for half of the time of a lease of 2 min
     ):
         assert actions(state, [demand], mine, LEAD) == []
@@ -168,7 +168,9 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     assert len(head.asked()) == 1
     backoff_s = head.knowledge.unschedulable.backoff_s
     assert backoff_s("bad", "p", Demand("other", 1, kind=Kind(gpus=1)).run_class, NOW) == 0.0
-    assert backoff_s("bad", "p", Demand("other", 1, barred=frozenset({"n9"})).run_class, NOW) > 0.0, "all the same"
+    assert backoff_s("bad", "p", Demand("other", 1, excluded_nodes=frozenset({"n9"})).run_class, NOW) > 0.0, (
+        "all the same"
+    )
     # It stands for none of the requests that wait for others.
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
