@@ -5,9 +5,9 @@ from typing import Any
 
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Known
+from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import Action, Plan, plan
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
@@ -19,12 +19,12 @@ def planned(
     demands: Sequence[Demand],
     allocations: Sequence[Allocation],
     rules: HarvestRules,
-    known: Known | None = None,
+    known: Knowledge | None = None,
     external: ExternalDemand | None = None,
 ) -> Plan:
     """The plan of such a situation; where nothing is said of others' needs, they are worked out."""
     external = assess(cluster, allocations) if external is None else external
-    return plan(Situation(cluster, demands, allocations, rules, known or Known(), external))
+    return plan(Situation(cluster, demands, allocations, rules, known or Knowledge(), external))
 
 
 def actions(*situation: Any, **more: Any) -> list[Action]:

@@ -14,7 +14,7 @@ from command_line import write_command
 from fallow.config import Config
 from fallow.core.accounting.backoff import Asker
 from fallow.core.membership import events as ev
-from fallow.core.planning.known import Known
+from fallow.core.planning.knowledge import Knowledge
 from fallow.files import Paths
 from fallow.head.loop import durable as durable_module
 from fallow.head.loop.durable import Durable
@@ -179,12 +179,12 @@ async def test_a_store_that_is_killed_again_and_again_is_started_again(
 
 
 async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:
-    known, asker, now = Known(), Asker("bio", "low"), time.time()
+    known, asker, now = Knowledge(), Asker("bio", "low"), time.time()
     for number in range(2):
         async with serving(tmp_path) as head:
             known = head.head._harvest.knowledge
             if not number:
-                known.experience.started(5.0, 100.0, now)
+                known.experience.note_start(5.0, 100.0, now)
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
                 known.backoff.note_too_long("cpu", 90, now)
                 known.backoff.note_too_long("cpu", 60, now, asker)

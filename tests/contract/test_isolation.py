@@ -295,7 +295,7 @@ async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_plac
         (paths.checkpoints / "step-1").mkdir()
         await head.call("cancel", run=made.run)
         for allocation in run.allocations.values():
-            allocation.counted = True  # as when Slurm shows that its job is over
+            allocation.is_counted = True  # as when Slurm shows that its job is over
         counting = [thread for thread in threading.enumerate() if thread.name == "report"]
         await head.call("prune", runs=[made.run])
         gate.set()

@@ -73,7 +73,7 @@ class Desk:
             kind=AllocationKind.HARVEST,
             public_key="k",
             state=AllocationState.ENDED,
-            settled=True,
+            is_settled=True,
             spans={"7": span},
             uses={"n1": use},
         )

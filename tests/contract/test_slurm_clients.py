@@ -11,7 +11,7 @@ import pytest
 import slurm_fixtures
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.waiting import others_waiting
-from fallow.core.planning.rules import HarvestRules, harvestable
+from fallow.core.planning.rules import HarvestRules, harvestable_partitions
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
@@ -100,7 +100,7 @@ async def test_poll_shows_the_cluster(setup: Setup) -> None:
     assert partitions["normal"].default and partitions["normal"].preempt_mode == "REQUEUE"
     # The cluster's mode: nobody preempts there, so it is not harvested by default.
     seen = as_for_us(state, config, None)
-    assert [info.partition for info in harvestable(seen, HarvestRules())] == ["scavenge"]
+    assert [info.partition for info in harvestable_partitions(seen, HarvestRules())] == ["scavenge"]
     scavenge = partitions["scavenge"]
     assert (scavenge.preempt_mode, scavenge.grace_s, scavenge.max_time_s) == ("REQUEUE", 10.0, 86400.0)
     assert scavenge.priority_tier < partitions["normal"].priority_tier
@@ -183,7 +183,9 @@ async def test_elements_of_an_array_run_one_by_one_and_wait_together(setup: Setu
     [element] = [job for job in jobs if job.array_job_id == free and job.state == "RUNNING"]
     assert (element.array_tasks, element.name) == ("", "fallow-f")
     waiting = others_waiting(await setup.client.poll(), ())
-    assert {other.job_id: other.startable for other in waiting} == {free: 2, single: 1}, "as many as nodes would help"
+    assert {other.job_id: other.startable_elements for other in waiting} == {free: 2, single: 1}, (
+        "as many as nodes would help"
+    )
 
 
 @pytest.mark.parametrize("setup", REAL, indirect=True)

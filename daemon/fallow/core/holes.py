@@ -1,6 +1,6 @@
-"""Holes: which nodes, or GPUs of shared nodes, are idle, and for how long at least.
+"""Holes: idle nodes and idle GPUs of shared nodes, and the shortest time for which they stay idle.
 
-A node's hole ends at the earliest planned start of a pending job on it, or at a reservation. Slurm's sources for both:
+A hole ends at the earliest planned start of a pending job on the node, or at a reservation. Slurm shows both:
 `squeue -O SchedNodes,StartTime` (set by backfill for jobs that have a reservation) and `scontrol show reservation`.
 """
 
@@ -14,8 +14,8 @@ from fallow.core.neighbour.waiting import is_ours, nodes_for, picks_up, waits_fo
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))
-"""Flags of nodes that power saving has put to sleep, or is about to. Slurm gives such a node to a job, and boots it for
-the job (https://slurm.schedmd.com/power_save.html)."""
+"""Flags of nodes that power saving puts to sleep. Slurm boots a sleeping node for a job
+(https://slurm.schedmd.com/power_save.html)."""
 
 UNUSABLE = frozenset(
     (
@@ -24,10 +24,10 @@ UNUSABLE = frozenset(
         *("NOT_RESPONDING", "NO_RESPOND", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "INVALID_REG", "BLOCKED"),
     )
 )
-"""Node states (flags) in which an idle node takes no job, or should take none of ours (man sinfo, NODE STATE CODES)."""
+"""Flags of idle nodes that take no job, or should take none of ours (sinfo(1), NODE STATE CODES)."""
 
 CLOSED = UNUSABLE - {"COMPLETING"}
-"""Those in which a node that is in use takes no further job once it is idle."""
+"""Flags of nodes in use that take no further job once they are idle."""
 
 WANTED_BACK = {
     **dict.fromkeys(("DRAIN", "DRAINED", "DRAINING"), "is being drained"),
@@ -35,7 +35,7 @@ WANTED_BACK = {
     **dict.fromkeys(("REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"), "is to be rebooted"),
     "POWER_DOWN": "is to be powered down",
 }
-"""Flags of nodes that their administrators want, and what for: it waits for the end of our job."""
+"""Flag of a node that administrators want -> what they wait to do once our job has ended."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -50,15 +50,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Hole(msgspec.Struct, frozen=True):
-    """An idle node, or part of one, as one of its partitions offers it, and the time for which nobody is known to want
-    it."""
+    """An idle node or part, in one of its partitions, and the time until the next known use."""
 
     node: str
     partition: str
     length_s: float | None
-    "None: no end is known"
-    sure: bool = True
-    "False: jobs wait that have no planned start yet, so its end may be nearer than is known"
+    "seconds until the next known use; None: no use is known"
+    is_sure: bool = True
+    "False: jobs without a planned start wait in its partition, so it may end earlier"
     part: Part | None = None
 
 
@@ -67,7 +66,7 @@ def is_idle(node: NodeInfo) -> bool:
 
 
 def idle_nodes(cluster: ClusterState) -> list[NodeInfo]:
-    """Those of a poll, as `is_idle`."""
+    """Idle nodes of a poll (`is_idle`)."""
     return [node for node in cluster.nodes if is_idle(node)]
 
 
@@ -75,18 +74,18 @@ def find_holes(
     cluster: ClusterState,
     partitions: Sequence[PartitionInfo],
     *,
-    ours: Collection[str] = (),
+    our_tokens: Collection[str] = (),
     whole_nodes: bool = True,
 ) -> list[Hole]:
-    """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then what is in few of them.
+    """Holes of these partitions, open-ended ones first, then the longest; among equals, nodes of few partitions first.
 
-    A node is offered in each of its partitions, one after the other in the order of `partitions`: not everybody may use
-    all of them. Parts of nodes come last, one for each type of GPU.
+    A node is offered in each of its partitions, in the order of `partitions`: a run may not be able to use all of them.
+    Parts of nodes come last, one for each type of GPU.
 
     Args:
         cluster: one poll.
         partitions: where to look.
-        ours: names of our own requests, whose planned starts bound nothing.
+        our_tokens: names of our own requests, whose planned starts do not end a hole.
         whole_nodes: leave out the idle GPUs of nodes that run other jobs.
     """
     offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in idle_nodes(cluster)}
@@ -94,8 +93,8 @@ def find_holes(
         offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
     if not offers:
         return []
-    ends = planned_ends(cluster, ours)
-    unplanned = [job for job in cluster.jobs if job.name not in ours and waits(job) and not job.planned_nodes]
+    ends = planned_ends(cluster, our_tokens)
+    unplanned = [job for job in cluster.jobs if job.name not in our_tokens and waits(job) and not job.planned_nodes]
     unsure_nodes = nodes_for(cluster, unplanned)
     nodes = {node.node: node for node in cluster.nodes}
     holes: list[Hole] = []
@@ -106,9 +105,9 @@ def find_holes(
                 continue
             end = ends.get(name)
             length_s = None if end is None else max(0.0, end - cluster.at)
-            # A node that is planned for we know not what: nobody shows us that job.
-            sure = name not in unsure_nodes and not (end is None and "PLANNED" in nodes[name].flags)
-            holes.append(Hole(name, partition.partition, length_s, sure, part))
+            # PLANNED without a known end: the planned job is hidden from us.
+            is_sure = name not in unsure_nodes and not (end is None and "PLANNED" in nodes[name].flags)
+            holes.append(Hole(name, partition.partition, length_s, is_sure, part))
     ways = Counter(hole.node for hole in holes)
 
     def rank(h: Hole) -> tuple[bool, bool, float, int, str]:
@@ -118,67 +117,70 @@ def find_holes(
 
 
 def waits(job: JobInfo) -> bool:
-    """It is pending for nothing but nodes, and not to pick up idle ones."""
+    """Return True if a job is pending for nodes only, and is no harvest job."""
     return job.state == "PENDING" and waits_for_nodes(job) and not picks_up(job)
 
 
 def idle_parts(node: NodeInfo) -> list[Part]:
-    """GPUs of a node in use that nobody has, each type for itself, that of which most are idle first."""
+    """Idle GPUs of a node in use, one part for each type, the type with most idle GPUs first."""
     if node.state != "MIXED" or not UNUSABLE.isdisjoint(node.flags) or node.owner:
         return []
-    found: list[Part] = []
+    parts: list[Part] = []
     for gpu_type, gpus in sorted(idle_gpus(node).items(), key=lambda item: (-item[1], item[0])):
         cpus = min(node.cpus - node.cpus_used, node.cpus * gpus // max(node.gpus, 1))
         memory = min(node.memory_mb - node.memory_used_mb, node.memory_mb * gpus // max(node.gpus, 1))
         if gpus >= 1 and cpus >= 1 and (memory >= 1 or not node.memory_mb):
-            found.append(Part(node.node, gpus, gpu_type, cpus, memory))
-    return found
+            parts.append(Part(node.node, gpus, gpu_type, cpus, memory))
+    return parts
 
 
 def idle_gpus(node: NodeInfo) -> dict[str, int]:
-    """Type -> GPUs that nobody has; none where nobody says of which type those in use are."""
+    """Type -> number of idle GPUs; empty if Slurm does not show the types of GPUs in use."""
     types = node.gpu_types or ({"": node.gpus} if node.gpus else {})
-    used = node.gpu_types_used or {"": node.gpus_used}
-    if len(types) > 1 and used.get("", 0):
+    gpus_used = node.gpu_types_used or {"": node.gpus_used}
+    if len(types) > 1 and gpus_used.get("", 0):
         return {}
-    return {kind: min(count - used.get(kind, 0), node.gpus - node.gpus_used) for kind, count in types.items()}
+    return {kind: min(count - gpus_used.get(kind, 0), node.gpus - node.gpus_used) for kind, count in types.items()}
 
 
-def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str, float]:
-    """Node -> Unix time from which somebody else is known to want it; jobs named in `ours` are not somebody else."""
-    planned = [job for job in cluster.jobs if job.state == "PENDING" and job.name not in ours]
-    wanted = [(node, job.start_at) for job in planned if job.start_at is not None for node in job.planned_nodes]
+def planned_ends(cluster: ClusterState, our_tokens: Collection[str] = ()) -> dict[str, float]:
+    """Node -> Unix time of the next known use by somebody else. Jobs named in `our_tokens` are ours."""
+    planned = [job for job in cluster.jobs if job.state == "PENDING" and job.name not in our_tokens]
+    planned_uses = [(node, job.start_at) for job in planned if job.start_at is not None for node in job.planned_nodes]
     reserved = [each for each in cluster.reservations if each.end_at > cluster.at]
-    wanted += [(node, each.end_at if each.own else each.start_at) for each in reserved for node in each.nodes]
+    planned_uses += [(node, each.end_at if each.own else each.start_at) for each in reserved for node in each.nodes]
     ends: dict[str, float] = {}
-    for node, at in wanted:
+    for node, at in planned_uses:
         ends[node] = min(ends.get(node, at), at)
     return ends
 
 
-def find_coming(
-    cluster: ClusterState, partitions: Sequence[PartitionInfo], ours: Collection[str], kept: Collection[str]
+def find_future_holes(
+    cluster: ClusterState,
+    partitions: Sequence[PartitionInfo],
+    our_tokens: Collection[str],
+    excluded_nodes: Collection[str],
 ) -> list[Hole]:
-    """Nodes that others' jobs have, as the holes that they will be: the one whose jobs must end first comes first.
+    """Nodes in use by others, as the holes that they will become; the node whose jobs must end first comes first.
 
-    Only where Slurm takes nodes back from us for whoever comes a moment later.
+    Only in partitions where Slurm preempts us: somebody else may come a moment later.
 
     Args:
         cluster: one poll.
         partitions: that may be harvested.
-        ours: tokens of our allocations; nodes on which they have jobs are none of others'.
-        kept: nodes to leave alone.
+        our_tokens: tokens of our allocations; their nodes are left out.
+        excluded_nodes: nodes to leave out.
     """
     ends: dict[str, float] = {}
-    closed = set(kept).union(node for job in cluster.jobs if is_ours(job, ours) for node in job.nodes)
+    closed = set(excluded_nodes).union(node for job in cluster.jobs if is_ours(job, our_tokens) for node in job.nodes)
     for job in cluster.jobs:
         for name in job.nodes if job.state != "PENDING" else ():
             ends[name] = max(ends.get(name, 0.0), inf if job.end_at is None else job.end_at)
-    used = {n.node for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(n.flags)}
-    planned = planned_ends(cluster, ours)
-    coming, found = used.intersection(ends) - closed, list[Hole]()
+    busy_nodes = {n.node for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(n.flags)}
+    planned = planned_ends(cluster, our_tokens)
+    future_nodes, holes = busy_nodes.intersection(ends) - closed, list[Hole]()
     for partition in (partition for partition in partitions if partition.preempts):
-        for name in (name for name in partition.nodes if name in coming and name not in partition.unpreempted):
+        for name in (name for name in partition.nodes if name in future_nodes and name not in partition.unpreempted):
             length_s = max(0.0, planned[name] - cluster.at) if name in planned else None
-            found.append(Hole(name, partition.partition, length_s))
-    return sorted(found, key=lambda hole: (ends[hole.node], hole.node))
+            holes.append(Hole(name, partition.partition, length_s))
+    return sorted(holes, key=lambda hole: (ends[hole.node], hole.node))

@@ -1,4 +1,4 @@
-"""Kinds of nodes: which ones a run or a job can use, and which partitions and reservations an owner may. Pure."""
+"""Kinds of nodes: which nodes a run or job can use, and which partitions and reservations its owner may use. Pure."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -11,37 +11,37 @@ from fallow.core.holes import Part
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 Likeness = tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]]
-"""Architecture, CPUs, GPUs by type, features: nodes that share it compute the same bits, as far as Slurm can tell."""
+"""Architecture, CPUs, GPUs by type, features: nodes with equal ones compute equal bits, as far as Slurm can tell."""
 
 
 class Kind(msgspec.Struct, frozen=True, cache_hash=True):
-    """What a node must be to be of use to a run. The default: any node. Plans ask for its hash a million times."""
+    """What a run needs from a node. Default: any node. The hash is cached: a plan needs it a million times."""
 
     arch: str = ""
-    "empty: any, because nothing of the run has started yet"
+    "architecture; empty: any, because the run has not started yet"
     gpus: int = 0
-    "at least so many on a node"
+    "least number of GPUs on a node"
     part_gpus: int = 0
-    "at least so many idle ones where nodes are shared; 0: whole nodes only"
+    "least number of idle GPUs on a shared node; 0: whole nodes only"
     gpu_type: str = ""
     "empty: any"
     constraint: str = ""
-    "on features, as sbatch takes it; empty: none"
+    "on features, in the syntax of sbatch; empty: none"
     cpus: int = 0
-    "that the script asks for on a node; 0: it does not say; so with memory"
+    "CPUs per node that the script asks for; 0: it does not say (also for memory)"
     memory_mb: int = 0
     reservation: str = ""
-    "that the run names, or several with commas; empty: none"
+    "reservations that the run names, separated by commas; empty: none"
     alike: tuple[Likeness, ...] = ()
-    "of a reproducible run: nodes like its members', each likeness once and in order; empty: any"
+    "kinds of nodes that a reproducible run may use, sorted, without duplicates; empty: any"
 
     def suits(self, node: NodeInfo, part: Part | None = None) -> bool:
-        """Can the run use this node, or this part of it?"""
+        """Return True if the run can use this node, or this part of it."""
         types = node.gpu_types if part is None else {part.gpu_type: part.gpus}
-        there = types.get(self.gpu_type, 0) if self.gpu_type else node.gpus if part is None else part.gpus
+        gpus = types.get(self.gpu_type, 0) if self.gpu_type else node.gpus if part is None else part.gpus
         return (
             (not self.arch or not node.arch or node.arch == self.arch)
-            and (there >= self.gpus if part is None else 0 < self.part_gpus <= there)
+            and (gpus >= self.gpus if part is None else 0 < self.part_gpus <= gpus)
             and (not self.gpu_type or self.gpu_type in types)
             and (not self.constraint or suits(node.features, self.constraint))
             and (not self.alike or likeness(node) in self.alike)
@@ -49,7 +49,7 @@ class Kind(msgspec.Struct, frozen=True, cache_hash=True):
         )
 
     def share(self, part: Part) -> Part:
-        """What the run asks for of an idle part: no more GPUs, CPUs and memory than its script asks for on a node."""
+        """The piece of an idle part that the run asks for: no more than its script asks for on a node."""
         gpus = min(self.gpus or part.gpus, part.gpus)
         cpus = max(1, part.cpus * gpus // part.gpus)
         memory_mb = part.memory_mb * gpus // part.gpus
@@ -65,13 +65,13 @@ def likeness(node: NodeInfo) -> Likeness:
     return node.arch, node.cpus, tuple(sorted(node.gpu_types.items())), tuple(sorted(node.features))
 
 
-def open_to(partition: PartitionInfo, groups: Collection[str] | None) -> bool:
-    """May a member of these groups submit there (AllowGroups)? None: it is not known of which somebody is one."""
+def is_open_to(partition: PartitionInfo, groups: Collection[str] | None) -> bool:
+    """Return True if a member of these groups may submit to the partition (AllowGroups). None: groups are unknown."""
     return groups is None or not partition.allow_groups or any(group in groups for group in partition.allow_groups)
 
 
 def may_use(partition: PartitionInfo, account: str, qos: str) -> bool:
-    """May jobs of this account and QOS run there, as far as is known? Empty ones are defaults that nobody tells."""
+    """Return True if jobs of this account and QOS may run in the partition. Empty ones are unknown defaults."""
     return (
         not partition.root_only
         and not partition.requires_reservation
@@ -84,8 +84,8 @@ def may_use(partition: PartitionInfo, account: str, qos: str) -> bool:
 
 # -- constraints on nodes' features ---------------------------------------------------------------------------------
 
-Wanted = Callable[[frozenset[str]], bool]
-"""Returns True if a node with these features will do."""
+FeatureTest = Callable[[frozenset[str]], bool]
+"""Returns True if a node with these features meets the constraint."""
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _TOKEN = re.compile(r"[^\s&|(),\[\]*]+|[&|(),]")
@@ -93,44 +93,44 @@ _COUNT = re.compile(r"\*\d+")
 
 
 @lru_cache(maxsize=256)
-def alternatives(text: str) -> tuple[Wanted, ...]:
-    """Return the alternatives of a constraint in sbatch's words: all nodes of a job must meet the same one.
+def alternatives(text: str) -> tuple[FeatureTest, ...]:
+    """Return the alternatives of a constraint: all nodes of a job must meet the same alternative.
 
-    Words are as `a100&ib`, `[rack1|rack2]`, `(a|b)&c`, `a*2&b*1` (sbatch(1), --constraint). Counts are not checked: a
-    node with one of the counted features will do.
+    Examples: `a100&ib`, `[rack1|rack2]`, `(a|b)&c`, `a*2&b*1` (sbatch(1), --constraint). Counts are not checked: a node
+    with one of the counted features meets the constraint.
 
-    There is one alternative, unless the constraint has square brackets. Words that cannot be read ask for nothing.
+    Only square brackets make more than one alternative. A constraint that cannot be read accepts every node.
     """
-    found = _BRACKETS.search(text)
-    if found is None:
-        return (_wanted(text),)
-    # [a*2&b*4] gives so many nodes of each: any of them has one of the two.
-    options = [found[1]] if _COUNT.search(found[1]) else found[1].split("|")
-    rest = (f"{text[: found.start()]}({option}){text[found.end() :]}" for option in options)
-    return tuple(wanted for each in rest for wanted in alternatives(each))
+    match = _BRACKETS.search(text)
+    if match is None:
+        return (_feature_test(text),)
+    # [a*2&b*4] asks for 2 nodes with a and 4 with b, so each node has one of the two.
+    options = [match[1]] if _COUNT.search(match[1]) else match[1].split("|")
+    constraints = (f"{text[: match.start()]}({option}){text[match.end() :]}" for option in options)
+    return tuple(test for each in constraints for test in alternatives(each))
 
 
 def suits(features: Iterable[str], constraint: str) -> bool:
-    """Return True if a node with these features will do for a job of one node."""
-    return any(wanted(frozenset(features)) for wanted in alternatives(constraint))
+    """Return True if a node with these features meets the constraint of a one-node job."""
+    return any(test(frozenset(features)) for test in alternatives(constraint))
 
 
-def _wanted(text: str) -> Wanted:
+def _feature_test(text: str) -> FeatureTest:
     if _COUNT.search(text):
         text = _COUNT.sub("", text).replace("&", "|")
     tokens = _TOKEN.findall(text)
     try:
-        wanted = _parse(tokens)
+        test = _parse(tokens)
     except ValueError:
         return lambda _: True
-    return (lambda _: True) if tokens else wanted
+    return (lambda _: True) if tokens else test
 
 
-def _parse(tokens: list[str], level: int = 0) -> Wanted:
-    """Take what is joined by `|` (level 0), what is joined by `&` or `,` (1), or a name or bracket (2) off the front.
+def _parse(tokens: list[str], level: int = 0) -> FeatureTest:
+    """Parse and remove terms joined by `|` (level 0), terms joined by `&` or `,` (1), or a name or bracket (2).
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the tokens cannot be read.
     """
     if level < 2:
         parts = [_parse(tokens, level + 1)]
@@ -144,24 +144,24 @@ def _parse(tokens: list[str], level: int = 0) -> Wanted:
     name = tokens.pop(0)
     if name != "(":
         return lambda has: name in has
-    wanted = _parse(tokens)
+    test = _parse(tokens)
     if tokens[:1] != [")"]:
         raise ValueError
     del tokens[0]
-    return wanted
+    return test
 
 
 _RESERVED = frozenset(("RES", "RESERVED"))
 
 
-def within(cluster: ClusterState, names: Collection[str]) -> ClusterState:
-    """Return the poll as runs see it that name these reservations.
+def with_reservations(cluster: ClusterState, names: Collection[str]) -> ClusterState:
+    """Return the poll as seen by runs that name these reservations.
 
-    Nodes of such a reservation are open for as long as the reservation lasts, to those runs alone (`Kind.suits`).
+    Nodes of such a reservation are open while the reservation lasts, to these runs only (`Kind.suits`).
 
     Args:
         cluster: one poll.
-        names: of reservations, separated by commas where a run names several.
+        names: of reservations; each entry may have several, separated by commas.
     """
     named = {name for some in names for name in some.split(",")} - {""}
     own = [r for r in cluster.reservations if r.reservation in named and r.start_at <= cluster.at < r.end_at]

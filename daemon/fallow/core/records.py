@@ -1,9 +1,8 @@
 """Stored records: a value in the store is (schema number, record), and is read strictly.
 
-A field that is missing, unknown or of another type makes a record unreadable, also in whatever the record is made of.
-Records hold no sets: these would be written in another order each time.
-It never becomes a default without a word. So whoever renames, adds or removes a field of a kind raises its number in
-`SCHEMAS` and adds a step to `MIGRATIONS`.
+A missing or unknown field, or one of another type, makes a record unreadable, at any depth; it is never replaced by a
+default. To rename, add or remove a field of a kind, raise its number in `SCHEMAS` and add a step to `MIGRATIONS`.
+Records hold no sets, since a set is written in another order each time.
 """
 
 from collections.abc import Callable
@@ -18,17 +17,17 @@ T = TypeVar("T", bound=msgspec.Struct)
 Fields = dict[str, Any]
 
 SCHEMAS: dict[type[msgspec.Struct], int] = {}
-"""Kind -> number of the schema that is written. Whichever module has a kind that is stored adds it."""
+"""Kind -> number of its present schema. The module that defines a stored kind adds it."""
 
 MIGRATIONS: dict[tuple[type[msgspec.Struct], int], Callable[[Fields], Fields]] = {}
-"""(kind, schema) -> makes fields of that schema fields of the next one."""
+"""(kind, schema) -> function from the fields of that schema to those of the next one."""
 
 _ENVELOPE: msgspec.msgpack.Decoder[tuple[int, Fields]] = msgspec.msgpack.Decoder(tuple[int, Fields])
 _DAMAGES = (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Newer(Unreadable):
-    """A newer Fallow has written a record. Nothing is wrong with it."""
+    """A newer Fallow has written the record, which is not damaged."""
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -39,7 +38,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
     """Read a record of this or an older schema.
 
     Raises:
-        Unreadable: it is damaged, or of another Fallow (`Newer`: of a newer one).
+        Unreadable: the record is damaged, or written by another Fallow (`Newer`: by a newer one).
     """
     newest = SCHEMAS[kind]
     try:
@@ -50,25 +49,25 @@ def decode(raw: bytes, kind: type[T]) -> T:
         for older in range(schema, newest):
             fields = MIGRATIONS[kind, older](fields)
         record = msgspec.convert(fields, kind)
-        written: Fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
+        own_fields: Fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
     except _DAMAGES as error:
         raise Unreadable(f"it is damaged: {type(error).__name__}: {error}; restore the store from a backup") from error
-    wrong = sorted(_differences(fields, written))
+    wrong = sorted(_differences(fields, own_fields))
     if wrong:
         text = ", ".join(wrong)
         raise Unreadable(f"fields differ from those of schema {newest}: {text}; start the Fallow that wrote it")
     return record
 
 
-def _differences(stored: Fields, written: Fields) -> list[str]:
-    names = {*stored, *written}
-    return [n for n in names if n not in stored or n not in written or not _is_same(stored[n], written[n])]
+def _differences(stored: Fields, own_fields: Fields) -> list[str]:
+    names = {*stored, *own_fields}
+    return [n for n in names if n not in stored or n not in own_fields or not _is_same(stored[n], own_fields[n])]
 
 
-def _is_same(stored: Any, written: Any) -> bool:
-    if isinstance(stored, dict) and isinstance(written, dict):
-        return stored.keys() == written.keys() and all(_is_same(stored[key], written[key]) for key in stored)
-    if isinstance(stored, list) and isinstance(written, list):
-        return len(stored) == len(written) and all(map(_is_same, stored, written))
-    is_nan = stored != stored and written != written
-    return is_nan or bool(stored == written)
+def _is_same(stored: Any, own_fields: Any) -> bool:
+    if isinstance(stored, dict) and isinstance(own_fields, dict):
+        return stored.keys() == own_fields.keys() and all(_is_same(stored[key], own_fields[key]) for key in stored)
+    if isinstance(stored, list) and isinstance(own_fields, list):
+        return len(stored) == len(own_fields) and all(map(_is_same, stored, own_fields))
+    is_nan = stored != stored and own_fields != own_fields
+    return is_nan or bool(stored == own_fields)

@@ -1,6 +1,6 @@
-"""Ids of runs, and tokens: the exact names of our jobs. Pure.
+"""Ids of runs, and tokens: the names of our jobs. Pure.
 
-Other heads know a job of ours by its name, too: a site's job_submit plugin may write comments of its own.
+Other heads recognize our jobs by name, since a site's job_submit plugin may replace comments.
 """
 
 import re
@@ -8,48 +8,48 @@ import re
 from fallow.model import AllocationKind, JobInfo
 
 PREFIX = "fallow-"
-"""Of every token."""
+"""Start of every token."""
 
 _RUN_CHARS = 40
-"""As much of a run's name as a token shows; the whole stays below Slurm's and our own limits (`ID_PATTERN`)."""
+"""Characters of a run's id in a token; the token stays below Slurm's and our own limits (`ID_PATTERN`)."""
 
 _NAME_CHARS = 48
-"""As much of a run's name as its id shows."""
+"""Characters of a run's name in its id."""
 
 _TOKEN = re.compile(rf"{PREFIX}.+-([bhn])\d+-[0-9a-f]{{6}}")
 
 
 def new_run_id(name: str, salt: str) -> str:
-    """An id for a run. Slurm takes every job name; a folder, a job name in a comment and a prompt do not."""
+    """Return an id for a run, which is safe as a folder's name, as a word of a comment and in a shell."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name[:_NAME_CHARS]).lstrip(".-")
     return f"{plain or 'run'}-{salt}"
 
 
-def new_token(run: str, kind: AllocationKind, number: int, salt: str, *, hurried: bool = False) -> str:
-    """A name for an allocation.
+def new_token(run: str, kind: AllocationKind, number: int, salt: str, *, normal_priority: bool = False) -> str:
+    """Return the name of an allocation's job.
 
     Args:
-        run: its id.
+        run: id of the run.
         kind: of the allocation.
-        number: its own among the run's.
-        salt: six hexadecimal digits that no other head's have.
-        hurried: it is asked for with normal priority.
+        number: of the allocation within the run.
+        salt: six random hexadecimal digits, unlike those of other heads.
+        normal_priority: requested with normal priority.
     """
-    letter = "n" if hurried else kind.value[0]
+    letter = "n" if normal_priority else kind.value[0]
     return f"{PREFIX}{run[:_RUN_CHARS]}-{letter}{number}-{salt}"
 
 
 def token_in(job: JobInfo) -> bool:
-    """Does it carry anybody's token, in its name or in its comment (a user's own base job keeps its name)?"""
+    """Return True if the job has a token of any head, in its name or comment (a user's own base job keeps its name)."""
     return any(_TOKEN.fullmatch(word) for word in (job.name, *job.comment.split()))
 
 
 def names_harvest(word: str) -> bool:
-    """Is it the token of a job that was made to pick up an idle node?"""
-    found = _TOKEN.fullmatch(word)
-    return found is not None and found[1] == "h"
+    """Return True for the token of a harvest job."""
+    match = _TOKEN.fullmatch(word)
+    return match is not None and match[1] == "h"
 
 
 def carries_token(job: JobInfo) -> bool:
-    """Does its name begin as tokens do, or a word of its comment (a user's own base job keeps its name)?"""
+    """Return True if the job's name, or a word of its comment, starts as a token does."""
     return any(word.startswith(PREFIX) for word in (job.name, *job.comment.split()))

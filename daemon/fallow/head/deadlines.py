@@ -88,7 +88,7 @@ def next_at(run: Run, config: Membership) -> float:
     """Unix time at which `watch_time` has something to do, as far as is known now; infinity: never."""
     live = run.live_allocations()
     ends = [_leaves_at(run, a, config) for a in live if a.state is AllocationState.RUNNING]
-    return min([inf, *ends, *(a.gone_by for a in live if a.gone_by is not None)])
+    return min([inf, *ends, *(a.kill_at for a in live if a.kill_at is not None)])
 
 
 def _leaves_at(run: Run, allocation: Allocation, config: Membership) -> float:

@@ -46,7 +46,7 @@ def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
     for _ in range(5):
         assert observe(mine, [], NOW, 30) is None
     assert mine.state is AllocationState.RUNNING, "its agent still answers"
-    mine.agents["n1"].gone = True
+    mine.agents["n1"].has_left = True
     observe(mine, [], NOW, 30)
     assert mine.state is AllocationState.ENDED
 
@@ -58,7 +58,7 @@ def test_a_job_that_vanishes_had_its_node_until_the_first_poll_that_did_not_show
     for after_s in (30.0, 60.0):
         observe(mine, [], NOW + after_s, 30)
         follow(mine, [], NOW + after_s, {})
-    assert mine.settled
+    assert mine.is_settled
     assert mine.spans["7"].end_at == NOW + 30.0
 
 
@@ -66,7 +66,7 @@ def test_a_job_whose_agents_live_runs_though_slurmctld_came_back_with_an_older_s
     mine = allocation("tok", job_id="7", agents={"n1": Agent(node=1)}, nodes=["n1"], end_at=NOW + 60.0)
     assert observe(mine, [ours("7", "PENDING", reason="Priority")], NOW, 30) is None
     assert (mine.state, mine.nodes, mine.end_at) == (AllocationState.RUNNING, ["n1"], NOW + 60.0)
-    mine.agents["n1"].gone = True
+    mine.agents["n1"].has_left = True
     assert observe(mine, [ours("7", "PENDING", reason="Priority")], NOW, 30) is not None
     assert mine.state is AllocationState.PENDING
 
@@ -76,9 +76,9 @@ def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     running = ours("7", "RUNNING", nodes=["n1"], start_at=NOW, end_at=NOW + 120.0)
     observe(mine, [running], NOW, 30)
     assert (mine.state, mine.end_at, mine.nodes) == (AllocationState.RUNNING, NOW + 120.0, ["n1"])
-    assert preempted_until([running]) is None
+    assert preemption_end([running]) is None
     grace = ours("7", "RUNNING", nodes=["n1"], end_at=NOW + 10.0, preempt_at=NOW)
-    assert preempted_until([grace]) == NOW + 10.0
+    assert preemption_end([grace]) == NOW + 10.0
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "STAGE_OUT"])
@@ -121,11 +121,11 @@ def test_a_job_that_the_head_has_let_go_of_is_cancelled_and_the_end_of_a_batch_s
     desk: Desk, renewed: bool
 ) -> None:
     desk.run.record.base_wanted = False
-    lost = desk.hold(AllocationKind.BASE, AllocationState.LOST, renewed=renewed)
-    given_up = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed)
-    elected = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed, end_code=Exit.OK)
-    by_itself = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed, left_at=NOW + 29.0)
-    preempted = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed)
+    lost = desk.hold(AllocationKind.BASE, AllocationState.LOST, was_renewed=renewed)
+    given_up = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed)
+    elected = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed, end_code=Exit.OK)
+    by_itself = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed, left_at=NOW + 29.0)
+    preempted = desk.hold(AllocationKind.BASE, AllocationState.ENDED, was_renewed=renewed)
     harvest = desk.hold(state=AllocationState.ENDED, end_code=Exit.OK)
     jobs = [desk.job(a) for a in (given_up, elected, by_itself, harvest)]
     turn = desk.poll(desk.job(lost, "PENDING"), *jobs, desk.job(preempted, preempt_at=NOW))
@@ -147,7 +147,7 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     desk.poll(desk.job(base, submit_at=NOW))
     turn = desk.turn()
     Nodes(desk.run).come(turn, base, "n1")
-    base.warned = True
+    base.was_warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
     note_agent_end(turn, desk.run, base, "n1", "given back as planned")
     assert not base.live
@@ -169,7 +169,7 @@ def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: D
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
     turn = desk.turn()
-    base.warned = True
+    base.was_warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
     note_agent_end(turn, desk.run, base, "n1", "given back as planned")
     assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
@@ -217,12 +217,12 @@ def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_ove
     number = nodes.come(turn, silent, "n1")
     nodes.come(turn, other, "n2")
     give_up_agent(turn, desk.run, silent, "n1", "agent on n1 silent for 700 s")
-    assert not silent.live and not desk.run.roster.nodes[number].proved_gone
+    assert not silent.is_live and not desk.run.roster.nodes[number].proved_gone
     turn = desk.poll(desk.job(silent), desk.job(other))
     assert [token for _, token, _ in turn.cancels] == [silent.token]
     assert not desk.run.roster.nodes[number].proved_gone
     desk.poll(desk.job(silent, "CANCELLED"), desk.job(other))
-    assert silent.settled
+    assert silent.is_settled
     desk.poll(desk.job(other))
     assert number not in desk.run.roster.nodes
     assert desk.run.roster.standbys() == [] and len(desk.run.roster.nodes) == 1

@@ -222,7 +222,7 @@ def test_another_agent_that_ends_at_once_takes_what_was_there_with_it(talk: Talk
     again = talk.play(run, allocation, "h1", job_id="job-h1", process="another").greet()
     again.leave(Exit.TEMPFAIL)
     assert run.roster.nodes[one.node].proved_gone
-    assert not allocation.live
+    assert not allocation.is_live
 
 
 def test_workers_of_a_requeued_job_are_not_those_of_its_first_attempt(talk: Talk, run: Run) -> None:
@@ -306,7 +306,7 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     agent = talk.play(run, allocation).greet()
     allocation.end_at, allocation.asked_at = end_at, asked_at
     agent.beat(warned=15)
-    assert (talk.turn.poll_soon, allocation.warned) == (taken, taken)
+    assert (talk.turn.poll_soon, allocation.was_warned) == (taken, taken)
     assert len(talk.texts("release")) == 1
     agent.beat(warned=15)
     assert not talk.turn.poll_soon, "the same warning, said again"
@@ -415,7 +415,7 @@ def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_w
     assert [text.rpartition(" restarted ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
     agent.start_again(4).end(None, signal=9)
     allocation = run.allocations[agent.hello.token]
-    assert (allocation.agents["h1"].again_at, allocation.end_code) == (talk.now + 8.0, None)
+    assert (allocation.agents["h1"].retry_at, allocation.end_code) == (talk.now + 8.0, None)
     talk.turn.release_allocation(run, allocation, "somebody waits")
     assert agent.idle().only(EndAgent).code == Exit.NO_RESTART, "a restart that waits keeps no node that is to go"
 
@@ -450,9 +450,9 @@ def test_a_standby_that_is_not_heard_is_waited_for_as_long_as_it_waits_for_a_hea
     allocation = run.allocations[standby.hello.token]
     beat_all(talk, 90, other)
     assert run.roster.nodes[standby.node].phase is MemberPhase.SILENT
-    assert allocation.live
+    assert allocation.is_live
     beat_all(talk, 20, other)
-    assert not allocation.live
+    assert not allocation.is_live
     assert not run.roster.nodes[standby.node].proved_gone, "silence proves nothing"
     assert run.roster.nodes[cut_off.node].phase is MemberPhase.MEMBER
     assert run.allocations[cut_off.hello.token].hosts == ["h3"]
@@ -465,7 +465,7 @@ def test_one_that_was_only_silent_is_taken_back(talk: Talk, run: Run) -> None:
     settle(run, two)
     one.end(1)
     beat_all(talk, 12, two)
-    assert made.hosts == ["h2"] and made.live
+    assert made.hosts == ["h2"] and made.is_live
     one.idle()
     assert made.hosts == ["h1", "h2"]
 
@@ -476,17 +476,17 @@ def test_s2_a_head_that_was_away_blames_nobody(talk: Talk, run: Run) -> None:
     allocation = run.allocations[dead.hello.token]
     dead.end(None, signal=9)
     settle(run, other)
-    allocation.agents["h1"].again_at = talk.now + 10_000.0
+    allocation.agents["h1"].retry_at = talk.now + 10_000.0
     talk.pass_s(600.0)
     talk.tick()
-    assert allocation.live, "nobody is heard: the head is away"
+    assert allocation.is_live, "nobody is heard: the head is away"
     beat_all(talk, 25, other)
-    assert allocation.live
+    assert allocation.is_live
     dead.idle()
     beat_all(talk, 9, other)
-    assert allocation.live
+    assert allocation.is_live
     beat_all(talk, 5, other)
-    assert not allocation.live
+    assert not allocation.is_live
 
 
 @pytest.mark.parametrize(
@@ -505,9 +505,9 @@ def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
     if workers:
         agent.beat(progress=Progress(pids=workers))
     beat_all(talk, 8)
-    assert allocation.live
+    assert allocation.is_live
     beat_all(talk, 8)
-    assert allocation.live is is_running
+    assert allocation.is_live is is_running
     assert run.roster.alive(agent.node) is is_running
 
 

@@ -3,9 +3,9 @@
 from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, request
-from fallow.core.kinds import Kind, within
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Known
+from fallow.core.kinds import Kind, with_reservations
+from fallow.core.planning.knowledge import Knowledge
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.slurm.demands import estimate, kind_of
 from fallow.model import ClusterState, ReservationInfo, RunSpec
@@ -39,7 +39,7 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     state = cluster([node("n1", "IDLE", "RESERVED"), node("n2")], partitions=[open_to_all], reservations=[mine])
     inside, outside = kind_of(spec("--reservation=mine"), []), kind_of(spec(), [])
     demands = [Demand("in", 3, kind=inside), Demand("out", 3, kind=outside)]
-    asked = actions(within(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
+    asked = actions(with_reservations(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
     # The hole in the reservation ends with it.
     found = [(wish.run, wish.minutes) for wish in asked if isinstance(wish, Ask)]
     assert found == [("in", 60), ("out", 120)]
@@ -47,10 +47,10 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     assert "n1" not in first.exclude
     # Nobody has to leave it because it has begun.
     held = allocation("h", run="in", partition="", nodes=["n1"])
-    assert planned(within(state, ["mine"]), demands, [held], HarvestRules()).give_backs == ()
+    assert planned(with_reservations(state, ["mine"]), demands, [held], HarvestRules()).give_backs == ()
     assert [each.token for each in planned(state, demands, [held], HarvestRules()).give_backs] == ["h"]
     later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])
-    assert within(later, ["mine"]) is later and within(state, ["other"]) is state
+    assert with_reservations(later, ["mine"]) is later and with_reservations(state, ["other"]) is state
 
 
 def idle(nodes: int, mode: str = "REQUEUE") -> ClusterState:
@@ -64,24 +64,24 @@ def new_run(**more: object) -> RunSpec:
 
 
 def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
-    found = estimate(idle(6), new_run(), HarvestRules(max_pending=4), [], Known())
+    found = estimate(idle(6), new_run(), HarvestRules(max_pending=4), [], Knowledge())
     assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
     assert sum(one.nodes for one in found.asks) == 4
     assert {one.partition for one in found.asks} == {"p"}
     assert all(60 < one.minutes <= 120 for one in found.asks)
     # What is asked for already takes its part.
     others = [request("t", run="other")]
-    assert estimate(idle(6), new_run(), HarvestRules(max_pending=4), others, Known()).nodes == 6
-    poor = estimate(idle(6), new_run(budget_node_hours=3.0), HarvestRules(), [], Known())
+    assert estimate(idle(6), new_run(), HarvestRules(max_pending=4), others, Knowledge()).nodes == 6
+    poor = estimate(idle(6), new_run(budget_node_hours=3.0), HarvestRules(), [], Knowledge())
     assert 0 < sum(one.nodes * one.minutes for one in poor.asks) <= 180
 
 
 def test_why_nothing_would_be_harvested_is_said() -> None:
     state = idle(1, "OFF")
-    found = estimate(state, new_run(), HarvestRules(), [], Known())
+    found = estimate(state, new_run(), HarvestRules(), [], Knowledge())
     assert found.asks == []
     (note,) = found.notes
     assert note.startswith("nothing may be harvested in any partition: it is down, not open to your groups, or ")
-    named = estimate(state, new_run(harvest_partitions=["gone"]), HarvestRules(), [], Known())
+    named = estimate(state, new_run(harvest_partitions=["gone"]), HarvestRules(), [], Knowledge())
     assert named.notes[0] == "there is no partition gone"
-    assert estimate(state, new_run(max_nodes=1), HarvestRules(), [], Known()).notes == []
+    assert estimate(state, new_run(max_nodes=1), HarvestRules(), [], Knowledge()).notes == []

@@ -149,21 +149,21 @@ def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:
 @pytest.mark.parametrize(
     ("known", "preempted", "theirs"),
     [
-        ({"warned": True, "start_at": NOW, "asked_at": NOW}, False, True),
-        ({"warned": True, "start_at": NOW, "asked_at": NOW}, True, False),
+        ({"was_warned": True, "start_at": NOW, "asked_at": NOW}, False, True),
+        ({"was_warned": True, "start_at": NOW, "asked_at": NOW}, True, False),
         ({"start_at": NOW, "asked_at": NOW}, False, False),  # we asked it to leave
         ({"start_at": NOW, "agents": {"n1": Agent()}}, False, False),  # `fallow run` ended it
         ({"start_at": NOW, "nodes": ["n1"]}, False, True),  # no agent of it ever came
         ({"spans": {"1": Span(nodes={"n1": 0}, start_at=NOW)}, "nodes": ["n1"]}, False, True),
         ({"start_at": NOW, "nodes": ["drained"]}, False, False),  # its prolog failed
-        ({"warned": True, "start_at": NOW, "nodes": ["drained"]}, False, True),
+        ({"was_warned": True, "start_at": NOW, "nodes": ["drained"]}, False, True),
         ({}, False, True),  # it never started
         ({"state": AllocationState.LOST}, False, False),  # an orphan, which we cancelled
         ({"told_to_end": True, "start_at": NOW}, False, False),  # its agent was refused
         ({"kind": AllocationKind.BASE, "start_at": NOW, "agents": {"n1": Agent()}}, False, True),  # the head was away
-        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": Agent()}}, True, False),
+        ({"kind": AllocationKind.BASE, "was_warned": True, "asked_at": NOW, "agents": {"n1": Agent()}}, True, False),
         ({"kind": AllocationKind.BASE, "asked_at": NOW, "agents": {"n1": Agent()}}, False, False),  # we ended it
-        ({"warned": True, "start_at": NOW, "slurm_state": "PREEMPTED"}, False, False),
+        ({"was_warned": True, "start_at": NOW, "slurm_state": "PREEMPTED"}, False, False),
     ],
 )
 def test_who_cancelled_a_job(known: dict[str, object], preempted: bool, theirs: bool) -> None:
@@ -248,7 +248,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     site.harvest.note_submission(site.turn(), run, request.token, await site.slurm.submit(made))
     await site.slurm.cancel([request.job_id or ""])
     await site.poll()
-    assert not request.live
+    assert not request.is_live
     assert backoff.until(run.asker, "scavenge") == pytest.approx(site.slurm.now + FIRST_S)
     assert run.avoided_nodes == []
     # One that we withdraw ourselves says nothing.

@@ -16,7 +16,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.fairshare import HALF_LIFE_S
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.planning.gain import Gain, Seen
+from fallow.core.planning.gain import Gain, Measurement
 from fallow.core.submission.script import deadline_at, parse_script
 from fallow.core.tokens import names_harvest
 from fallow.head.api.views import run_view
@@ -100,7 +100,7 @@ def test_steady_training_is_measured_and_written_down_and_what_happens_around_a_
     run = desk.run("a", members=2)
     step, dirty = desk.train(run, 80.0, 0.4)
     assert dirty
-    seen = run.record.curve.seen
+    seen = run.record.curve.measurements
     assert list(seen) == [2]
     assert seen[2].step_s == pytest.approx(0.4, rel=0.05)
     assert seen[2].weight_s > 45
@@ -111,7 +111,7 @@ def test_steady_training_is_measured_and_written_down_and_what_happens_around_a_
     desk.at += 100.0  # a long pause
     desk.train(run, 40.0, 0.25, begin=step)
     assert list(seen) == [2, 4]
-    assert (seen[2], seen[4].step_s) == (again.curve.seen[2], pytest.approx(0.25, rel=0.05))
+    assert (seen[2], seen[4].step_s) == (again.curve.measurements[2], pytest.approx(0.25, rel=0.05))
 
 
 def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
@@ -120,7 +120,7 @@ def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
     base = desk.book.new_allocation(run, AllocationKind.BASE, NOW)
     desk.place(run, base, ["n0", "n1"], entry="10.0.0.1")
     desk.train(run, 60.0, 0.4)
-    assert run.record.curve.seen == {}
+    assert run.record.curve.measurements == {}
 
 
 def weight_of(gain: Gain) -> float:
@@ -147,7 +147,7 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
     desk.run("modest", members=1, harvest_options=["--account=modest"])
     for number in range(50):
         held = desk.book.new_allocation(greedy, AllocationKind.HARVEST, NOW, partition="p")
-        held.state, held.start_at, held.end_at, held.settled = AllocationState.ENDED, NOW, NOW + 3600.0, True
+        held.state, held.start_at, held.end_at, held.is_settled = AllocationState.ENDED, NOW, NOW + 3600.0, True
         held.spans = {"1": Span(nodes={f"n{number}": 0}, start_at=NOW, end_at=NOW + 3600.0, partition="p")}
 
     def ratio(at: float) -> float:
@@ -177,7 +177,7 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
 
 def test_a_run_learns_from_runs_of_its_script_that_have_ended(desk: Desk) -> None:
     ended = desk.run("ended", members=2)
-    ended.record.curve.seen[2] = Seen(step_s=1.0, weight_s=60.0, at=NOW)
+    ended.record.curve.measurements[2] = Measurement(step_s=1.0, weight_s=60.0, at=NOW)
     ended.root.status = RunStatus.FINISHED
     ended.allocations.clear()
     desk.book.retire(ended)
@@ -292,7 +292,9 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     turn = slurm.poll()
     asked = [run.allocations[token] for _, token in turn.submissions]
     assert len(asked) == 4, "eight nodes are needed; four requests may wait at once"
-    assert all(a.hurried and a.partition == "normal" and a.minutes == 25 for a in asked), "until after the deadline"
+    assert all(a.has_normal_priority and a.partition == "normal" and a.minutes == 25 for a in asked), (
+        "until after the deadline"
+    )
     assert not any(names_harvest(a.token) for a in asked), "other heads give way to them as to any job"
     options = slurm.request(run, asked[0]).options
     assert {"--nice=0", "--qos=high", "--nodes=1", "--partition=normal"} <= set(options)
@@ -306,7 +308,7 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     turn = slurm.poll()
     released = [a for a in run.allocations.values() if a.asked_at is not None]
     assert len(released) == 7
-    assert all(a.hurried for a in released)
+    assert all(a.has_normal_priority for a in released)
 
 
 @pytest.mark.parametrize(

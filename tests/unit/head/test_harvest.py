@@ -16,7 +16,7 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
-from fallow.core.planning.rules import AHEAD, HarvestRules
+from fallow.core.planning.rules import MIN_AHEAD, HarvestRules
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Work, resolve
 from fallow.head.loop.turn import Turn
@@ -205,7 +205,7 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     )
     shouted = msgspec.structs.replace(run.spec, harvest_options=["--account=PHYSICS", "--qos=Normal"])
     assert Asker.of(shouted) == Asker("physics", "normal"), "as Slurm shows them, and partitions name them"
-    one.hurried = True
+    one.has_normal_priority = True
     options = site.harvest.request(site.book.paths, run, one).options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=normal", "--account=physics"}
 
@@ -256,7 +256,7 @@ def asked_for(turn: Turn) -> list[str]:
 def test_a_base_job_that_is_submitted_again_does_not_wait_as_the_first_one_was_told_to(site: Site) -> None:
     run = site.run()
     run.spec = msgspec.structs.replace(run.spec, script="#!/bin/sh\n#SBATCH --hold --begin=22:00\nfallow run -- x\n")
-    base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, renewed=True)
+    base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, was_renewed=True)
     assert site.harvest.request(site.book.paths, run, base).script == "#!/bin/sh\n#\nfallow run -- x\n"
 
 
@@ -303,23 +303,23 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         slurm.advance(2 * SUBMIT_S)
         now = Turn(site.book, slurm.now, slurm.now)
         take_in(now, await slurm.poll(), Backoff())
-        assert unknown.live and unknown.queued, "what waits in our own queue is not lost"
+        assert unknown.is_live and unknown.is_queued, "what waits in our own queue is not lost"
     slurm.lost_submits = int(how == "a submission")
     with loop.submitting():
         if how == "a submission":
             await loop.next()
             await loop.next()
-            assert unknown.sent_by == slurm.now and unknown.live
+            assert unknown.sent_by == slurm.now and unknown.is_live
         for _ in range(100):
             await asyncio.sleep(0)
         assert loop.inbox.empty(), "nobody's turn comes"
-        assert run.allocations[second].queued
+        assert run.allocations[second].is_queued
         # Meanwhile somebody has drained all nodes but one.
         slurm.engine.drain(["n2", "n3", "n4"])
         slurm.advance(POLL_S)
         asked = asked_for(loop.poll(await slurm.poll()))
-        assert not run.allocations[second].live
-        assert (len(asked), slurm.engine.poll().jobs) == (0 if unknown.live else 1, [])
+        assert not run.allocations[second].is_live
+        assert (len(asked), slurm.engine.poll().jobs) == (0 if unknown.is_live else 1, [])
         while any(run.allocations[token].job_id is None for token in asked):
             await loop.next()
         assert [job.name for job in slurm.engine.poll().jobs] == asked
@@ -416,10 +416,10 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
 
 
 def test_requests_ahead_leave_room_for_what_is_idle() -> None:
-    assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
-    waits = [rules(fallen_idle=20, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
-    assert waits == [20, 10, AHEAD], "as many as came at once of late"
-    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), fallen_idle=20).ahead == 15, (
+    assert [rules(max_pending=most).max_ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
+    waits = [rules(fallen_idle=20, at=at).max_ahead for at in (0.0, 3600.0, 7 * 3600.0)]
+    assert waits == [20, 10, MIN_AHEAD], "as many as came at once of late"
+    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), fallen_idle=20).max_ahead == 15, (
         "half of those looked at"
     )
 

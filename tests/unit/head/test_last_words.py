@@ -149,5 +149,5 @@ def test_a_run_counts_on_a_node_until_slurm_shows_its_end_where_its_agent_could_
         scene = Scene(tmp_path / str(left), Told(False, left), AllocationKind.HARVEST)
         scene.say_last(Exit.TEMPFAIL)
         scene.talk.tick()
-        assert scene.gone.live is not left
+        assert scene.gone.is_live is not left
         assert (scene.gone.state is AllocationState.ENDED) is left

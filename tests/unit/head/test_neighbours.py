@@ -108,7 +108,7 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     for later in (0.0, 2.0):
         (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).give_backs
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
-    assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
+    assert (allocation.wanted_at, allocation.kill_at) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
     early, ended, last = (turn(book, NOW + s) for s in (LEAVE_S - 0.1, LEAVE_S, LEAVE_S + END_S))
     enforce_departure(early, run, allocation)
     assert not early.messages
@@ -255,21 +255,21 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     book: Registry, run: Run, whose: str, marked: bool
 ) -> None:
     """Slurm had not shown it for so long that it was lost. Args: marked: its comment is as it was."""
-    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, was_renewed=whose == "the head's")
     jobs.submitted(turn(book), run, base.token, "8")
     for at in (80.0, 85.0):
         take_in(turn(book, NOW + at), cluster(run, True, NOW + at), Backoff())
     assert base.state is AllocationState.LOST
     if whose == "theirs, given up":
         run.root.status = RunStatus.CANCELLED
-    own = {"name": base.token} if base.renewed else {"name": "mine", "comment": base.token if marked else "x"}
+    own = {"name": base.token} if base.was_renewed else {"name": "mine", "comment": base.token if marked else "x"}
     lost = job("8", "RUNNING", nodes=["n1"], submit_at=NOW, **{"user": "me", **own})
     seen = []
     for at in (95.0, 100.0, 126.0):
         shown = cluster(run, True, NOW + at)
         shown.jobs.append(lost)
         found = Neighbours(CONFIG).polled(turn(book), shown, SITE)
-        assert (found.delayed_jobs != {}) == base.renewed, "its owner may hold nodes for as long as they like"
+        assert (found.delayed_jobs != {}) == base.was_renewed, "its owner may hold nodes for as long as they like"
         seen.append(turn(book, NOW + at))
         sweep(seen[-1], shown)
     told = [(record.kind, record.text.partition(",")[0]) for each in seen for record in each.records]
@@ -292,7 +292,7 @@ def test_refusals_are_told_once(book: Registry, run: Run) -> None:
     for each, site in zip(told, (secretive, secretive, SITE), strict=True):
         neighbours.polled(each, cluster(run, False), site)
     assert [[r.text for r in each.records] for each in told] == [
-        ["partition p is not harvested: others' jobs cannot be seen, and nothing would take a node from us for them"],
+        ["partition p is not harvested: others' jobs cannot be seen, and Slurm would not preempt ours for them"],
         [],
         ["partition p may be harvested again"],
     ]

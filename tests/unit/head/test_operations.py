@@ -84,8 +84,8 @@ def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     # No agent of ours is left on it, so it was let go at once; the one that may exist is cancelled when it shows.
     assert running.state is AllocationState.RELEASING
     assert unknown.asked_at is not None
-    assert unknown.live
-    assert not queued.live, "Slurm has never heard of it"
+    assert unknown.is_live
+    assert not queued.is_live, "Slurm has never heard of it"
     assert base.state is AllocationState.RUNNING
     assert desk.run.id in turn.dirty
     assert desk.poll(desk.job(base), desk.job(running)).submissions == []
@@ -137,7 +137,7 @@ def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(d
 def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk, has_trained: bool) -> None:
     """slurmctld died before it had written it down. A run that has trained asks for it again."""
     desk.run.root.next_id = 3 if has_trained else 1
-    renewed = {"renewed": True, "limit_s": 600.0} if has_trained else {}
+    renewed = {"was_renewed": True, "limit_s": 600.0} if has_trained else {}
     base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW, **renewed)
     asked = [desk.run.allocations[token].kind for _ in range(3) for _, token in desk.poll().submissions]
     assert (base.state, asked.count(AllocationKind.BASE)) == (AllocationState.LOST, has_trained)
@@ -154,7 +154,7 @@ def test_a_waiting_base_job_that_vanished_was_cancelled_only_if_no_end_can_have_
 ) -> None:
     """While the head was away the job may have started, and its node failed; Slurm forgets that after some minutes."""
     desk.run.root.next_id = 3
-    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, renewed=True, limit_s=600.0)
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, was_renewed=True, limit_s=600.0)
     desk.poll(desk.job(base, "PENDING", submit_at=NOW))
     asked = [
         desk.run.allocations[token]
@@ -176,7 +176,7 @@ def test_a_job_that_polls_did_not_show_while_it_trained_had_its_node_to_the_end(
     desk.book.end_allocation(desk.run, base, "its agent left")
     desk.poll()
     desk.poll()
-    assert base.settled
+    assert base.is_settled
     assert all(span.end_at is not None and span.end_at > ended_at for span in base.spans.values())
 
 
@@ -210,18 +210,18 @@ def test_a_job_that_slurm_has_forgotten_is_over_once_its_only_agent_is_silent_fo
         if is_heard:
             desk.run.agent_seen[base.token, "n1"] = desk.at
         kinds.append([desk.run.allocations[token].kind for _, token in desk.poll().submissions])
-    assert base.live is is_heard
+    assert base.is_live is is_heard
     assert kinds == ([[]] * 5 if is_heard else [[], [], [], [AllocationKind.BASE], []])
 
 
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
     desk.run.record.base_wanted = False
     queued, unknown = desk.hold(state=AllocationState.UNKNOWN), desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
-    renewed = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, renewed=True)
+    renewed = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, was_renewed=True)
     own = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, sent_by=NOW + SUBMIT_S)
     turn = desk.turn()
     give_up_queued(turn, "the head ended")
-    assert [a.live for a in (queued, unknown, renewed, own)] == [False, True, False, True]
+    assert [a.is_live for a in (queued, unknown, renewed, own)] == [False, True, False, True]
     assert [record.kind for record in turn.records] == ["withdraw", "withdraw"]
     assert turn.cancels == []
     assert accounts.rows([desk.run], "run", None, Usage(), NOW)[-1].jobs == 2, "what was never submitted is no job"
@@ -415,7 +415,7 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
     assert (first, second) == (([], [text]), ([], [])), "said once"
     base.limit_s = 1800.0
     ((renewed,), _) = base_jobs(desk)
-    assert renewed.renewed
+    assert renewed.was_renewed
 
 
 def test_a_base_job_counts_with_all_the_nodes_that_its_script_asks_for(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_base_job_counts_with_all_the_nodes_that_its_script_asks_for(tmp_path:
 
 def test_a_base_job_whose_time_limit_is_lifted_leaves_the_plan_whole(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=10.0)
-    base = desk.hold(AllocationKind.BASE, renewed=True, limit_s=3600.0)
+    base = desk.hold(AllocationKind.BASE, was_renewed=True, limit_s=3600.0)
     other = new_run(desk.book, name="other", max_nodes=1, script="#!/bin/sh\n")
     other.record.base_wanted, other.record.slots = False, 1
     turn = desk.poll(desk.job(base, limit_s=3600.0))
@@ -542,7 +542,7 @@ def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> N
     assert (live.harvested.node_s, live.wasted.node_s, live.allocated.gpu_s) == (40.0, 20.0, 240.0)
     desk.book.end_allocation(desk.run, allocation, "drained by hand")
     desk.poll(msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 70.0))
-    assert allocation.counted
+    assert allocation.is_counted
     # The head comes back, and hours later the allocation is gone; its sums are not.
     desk.run.allocations = {allocation.token: allocation}
     desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)

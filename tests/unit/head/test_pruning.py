@@ -244,7 +244,7 @@ async def test_what_the_head_does_at_each_tick_does_not_grow_with_runs_that_have
     assert ended.id in site.book.current, "its batch script goes on"
     site.slurm.engine.note_exit(base.job_id)
     await site.poll()
-    assert ended.id in site.book.current and base.counted
+    assert ended.id in site.book.current and base.is_counted
     await site.poll(KEEP_S, times=4)
     assert set(site.book.current) == {other.id} and len(site.book.runs) == 3
     other.root.status = RunStatus.WAITING

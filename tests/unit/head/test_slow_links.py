@@ -184,7 +184,7 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
         ("network", expected)
     ]
-    allocation.kind, allocation.renewed = AllocationKind.BASE, True
+    allocation.kind, allocation.was_renewed = AllocationKind.BASE, True
     assert tick(turn, run, 1.0).endswith("StdOut in: scontrol show job 12"), "the script's own options say where"
     allocation.agents["n3"] = Agent()
     assert "no agent" not in tick(turn, run, 1.0)

@@ -11,7 +11,7 @@ from builders import NOW, cluster, node, runs, waits
 from builders import site as config
 from fallow.config import Config, Harvest
 from fallow.core.neighbour.waiting import LOOKS_AGAIN_S
-from fallow.core.neighbour.watch import AGAIN, CYCLES
+from fallow.core.neighbour.watch import CYCLES, PASS_OVER_FACTOR
 from fallow.core.tokens import new_token
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
@@ -59,7 +59,7 @@ def test_nodes_are_kept_for_a_job_until_slurm_has_looked_and_then_not_for_a_whil
     assert len(site.until(LICENSED, TRIED_S)) == 5
     assert site.poll(LICENSED) == set()
     assert site.poll([*LICENSED, waits("9")]) == {"n0"}, "another job counts all the same"
-    assert site.until(LICENSED, AGAIN * TRIED_S - 3 * POLL_S) == set()
+    assert site.until(LICENSED, PASS_OVER_FACTOR * TRIED_S - 3 * POLL_S) == set()
     assert len(site.until(LICENSED, 2 * POLL_S)) == 5, "whatever kept them from starting may be over"
 
 

@@ -29,7 +29,7 @@ def booked_node_s(allocation: Allocation, now: float) -> float:
     if not allocation.spans and allocation.state is AllocationState.LOST:
         # No poll has shown its job, which may have started and ended between two polls.
         return allocation.nodes_wanted * min(allocation.blind_s, _limit_s(allocation))
-    if not allocation.spans and not allocation.live and allocation.job_id is None:
+    if not allocation.spans and not allocation.is_live and allocation.job_id is None:
         return 0.0
     nodes = max(allocation.nodes_wanted, sum(len(span.nodes) for span in allocation.spans.values()))
     return max(spent_s, nodes * _limit_s(allocation))

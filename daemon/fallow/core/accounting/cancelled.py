@@ -46,7 +46,7 @@ def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collectio
     was_cancelled = allocation.slurm_state == "CANCELLED" and allocation.state is not AllocationState.LOST
     if not was_cancelled or any(job.preempt_at is not None for job in jobs):
         return False
-    if allocation.warned:
+    if allocation.was_warned:
         return True
     by_us = allocation.asked_at is not None or allocation.told_to_end
     if allocation.agents:

@@ -64,7 +64,7 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
     Returns:
         True if anything changed.
     """
-    if allocation.settled:
+    if allocation.is_settled:
         return False
     if not jobs:
         return _not_shown(allocation, at)
@@ -74,8 +74,8 @@ def follow(allocation: "Allocation", jobs: Sequence[JobInfo], at: float, gpus: M
     allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
     for job in jobs:
         _follow_job(allocation, job, at, gpus)
-    allocation.settled = all(job.state in ENDED_STATES for job in jobs)
-    if allocation.settled:
+    allocation.is_settled = all(job.state in ENDED_STATES for job in jobs)
+    if allocation.is_settled:
         allocation.slurm_state = jobs[0].state
     return old_fields != _stored_fields(allocation)
 
@@ -137,5 +137,5 @@ def _not_shown(allocation: "Allocation", at: float) -> bool:
     if allocation.job_id is not None and not allocation.spans:
         # Slurm accepted the job, which ended before a poll could show what it held.
         allocation.end_guessed = True
-    allocation.settled = True
+    allocation.is_settled = True
     return True

@@ -159,7 +159,7 @@ def _stretches(
 ) -> Iterator[tuple[float, float, dict[Source, float]]]:
     """(begin, end, source -> seconds) of one node, in order and without gaps."""
     use = allocation.uses.get(node)
-    useful = Source.HARVESTED if allocation.harvested else Source.BASE
+    useful = Source.HARVESTED if allocation.is_harvested else Source.BASE
     if use is None:
         yield start, end, {_without_use(allocation): end - start}
         return
@@ -186,7 +186,7 @@ def _stretches(
 
 
 def _without_use(allocation: Allocation) -> Source:
-    if allocation.live:
+    if allocation.is_live:
         return Source.START_UP
     return Source.CUT_SHORT if allocation.slurm_state in CUT_SHORT else Source.NOTHING
 

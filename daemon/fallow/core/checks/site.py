@@ -6,7 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from fallow.core.checks.network import is_loopback
-from fallow.core.kinds import open_to
+from fallow.core.kinds import is_open_to
 from fallow.core.neighbour.permission import needed_nice, nice_for, too_small_for
 from fallow.core.neighbour.preemption import exempt_s, preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo, slurm_release

@@ -1,11 +1,11 @@
-"""May we harvest here at all? Our requests must come after everybody else's, and others' jobs must be seen. Pure.
+"""Which partitions we may harvest: our requests must come after all others' jobs, and we must see these. Pure.
 
 `--nice` lowers a job's priority by its value. A multifactor priority is at most the sum of the site's weights, so a
-nice above that sum puts a job behind all others (slurm.conf(5); priority_multifactor of Slurm's documentation). That
-holds for factors between 0 and 1: not where the site leaves some of them as they are (PriorityFlags NO_NORMAL_*), or
-has a plugin add to them (PrioritySiteFactorPlugin). Slurm makes 1 of all that is less. So a request may be on a par
-with a new job whose factors are all 0, and goes first if it is older: the next poll has it withdrawn (`needs`).
-Priority tiers of partitions precede priorities, so no nice helps against them.
+nice above that sum puts a job behind all others (slurm.conf(5); priority_multifactor of Slurm's documentation). This
+holds for factors between 0 and 1. It fails where a site leaves factors unscaled (PriorityFlags NO_NORMAL_*) or adds a
+factor by a plugin (PrioritySiteFactorPlugin). Slurm raises lower priorities to 1. So a request may equal a new job
+whose factors are all 0, and precede it because it is older: the next poll withdraws the request (`needs`).
+Priority tiers of partitions precede priorities, so no nice helps against a tier.
 """
 
 from collections.abc import Collection
@@ -14,13 +14,13 @@ from fallow.core.states import ON_NODES
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 MAX_NICE = 2_147_483_645
-"""The most that sbatch takes (NICE_OFFSET - 3)."""
+"""Largest nice that sbatch takes (NICE_OFFSET - 3)."""
 
 BASIC_NICE = 1000
 """Under priority/basic every new job gets one less than the one before, so this many later jobs still come first."""
 
 LOOKS = 3
-"""Polls in a row that show a node in use by nobody before we believe it: queries and jobs may cross."""
+"""Number of polls in a row that must show a node in use without a job: a job may start between two queries."""
 
 _UNBOUNDED_FLAGS = {
     "NO_NORMAL_ASSOC": "Assoc",
@@ -32,18 +32,18 @@ _UNBOUNDED_FLAGS = {
 
 
 def needed_nice(config: ClusterConfig) -> int | None:
-    """Return the least `--nice` that puts a job behind everybody else's; None: none does."""
+    """Return the least `--nice` that puts a job behind all others' jobs; None: no nice does."""
     if "multifactor" not in config.priority_type:
         return BASIC_NICE
-    if _unbounded(config):
+    if _why_unbounded(config):
         return None
     total = sum(config.priority_weights.values())
     # Without weights all have the same priority, and the older job goes first.
     return total + 1 if 0 < total < MAX_NICE else None
 
 
-def _unbounded(config: ClusterConfig) -> str:
-    """What makes priorities larger than the sum of the weights, in words; empty: nothing."""
+def _why_unbounded(config: ClusterConfig) -> str:
+    """What makes priorities larger than the sum of the weights; empty: nothing."""
     if config.site_factor:
         return f"{config.site_factor} adds to priorities"
     weighted = {name.partition(" ")[0] for name in config.priority_weights}
@@ -54,52 +54,54 @@ def _unbounded(config: ClusterConfig) -> str:
     return f"PriorityFlags leaves the factor of {names} without a bound" if names else ""
 
 
-def nice_for(config: ClusterConfig | None, wanted: int) -> int:
+def nice_for(config: ClusterConfig | None, configured: int) -> int:
     """Return the nice to submit with: as configured, or more where the site's weights need it."""
-    needed = None if config is None else needed_nice(config)
-    return wanted if needed is None else min(MAX_NICE, max(wanted, needed))
+    least = None if config is None else needed_nice(config)
+    return configured if least is None else min(MAX_NICE, max(configured, least))
 
 
 def too_small_for(partition: PartitionInfo) -> str:
-    """Why Slurm would take no request of ours there, each being for one node; empty if it would."""
-    return f"its jobs have {partition.min_nodes} nodes at least, a request has one" if partition.min_nodes > 1 else ""
+    """Why the partition takes no one-node jobs, as our requests are; empty: it takes them."""
+    return (
+        f"its jobs need at least {partition.min_nodes} nodes, and a request has one" if partition.min_nodes > 1 else ""
+    )
 
 
 def refusals(
-    cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unfair: bool
+    cluster: ClusterState, config: ClusterConfig | None, *, are_jobs_hidden: bool, allow_unfair: bool
 ) -> dict[str, str]:
     """Return the partitions that must not be harvested, with the reason.
 
-    Where Slurm preempts our jobs, only what it refuses counts. Where it does so on some nodes only, the reason is about
-    the others.
+    Where Slurm preempts our jobs, the only reason is that it would refuse our requests. If Slurm preempts on some nodes
+    only, the reason concerns the other nodes.
 
     Args:
         cluster: one poll.
-        config: None: not known yet.
-        unseen: others' jobs cannot be seen (`Visibility`), and the site's administrators do not allow that.
-        allow_unfair: they allow that requests of ours come before others' jobs (`[site]`).
+        config: of the site; None: not known yet.
+        are_jobs_hidden: others' jobs are hidden (`Visibility`), and the site's administrators do not allow that.
+        allow_unfair: the administrators allow that our requests come before others' jobs (`[site]`).
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for partition in cluster.partitions:
         why = too_small_for(partition)
         if not why and (not partition.preempts or partition.unpreempted):
-            if unseen:
-                why = "others' jobs cannot be seen, and nothing would take a node from us for them"
+            if are_jobs_hidden:
+                why = "others' jobs cannot be seen, and Slurm would not preempt ours for them"
             elif config is not None and not allow_unfair:
-                why = _unfair(config, partition, cluster.partitions)
+                why = _why_unfair(config, partition, cluster.partitions)
             if why and partition.preempts:
                 why = f"on nodes where nobody preempts its jobs: {why}"
         if why:
-            found[partition.partition] = why
-    return found
+            reasons[partition.partition] = why
+    return reasons
 
 
-def _unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collection[PartitionInfo]) -> str:
-    """Why our requests in a partition could come before others' jobs, in words; empty if they cannot."""
+def _why_unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collection[PartitionInfo]) -> str:
+    """Why our requests in a partition could come before others' jobs; empty: they cannot."""
     if needed_nice(config) is None:
         total = sum(config.priority_weights.values())
         weights = f"weights add up to {total}" if total else "no weights are set, so the older job goes first"
-        why = _unbounded(config) or weights
+        why = _why_unbounded(config) or weights
         return f"no --nice puts a request behind others' jobs ({config.priority_type}: {why})"
     nodes = set(partition.nodes)
     below = (p for p in partitions if p.up and p.priority_tier < partition.priority_tier)
@@ -108,16 +110,16 @@ def _unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collect
 
 
 class Visibility:
-    """Whether others' jobs are hidden: what the site says (PrivateData), and what the polls show."""
+    """Finds out whether others' jobs are hidden, from the configuration (PrivateData) and from polls."""
 
     def __init__(self) -> None:
         self._polls: dict[str, int] = {}
         "node in use on which no job is shown -> polls in a row"
 
     def look(self, cluster: ClusterState, config: ClusterConfig | None) -> bool:
-        """Take in a poll; True: others' jobs are hidden, some of them at least."""
-        shown = {node for job in cluster.jobs if job.state in ON_NODES for node in job.nodes}
+        """Take in a poll; return True if some of others' jobs are hidden."""
+        nodes_with_jobs = {node for job in cluster.jobs if job.state in ON_NODES for node in job.nodes}
         in_use = (n.node for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and "COMPLETING" not in n.flags)
-        self._polls = {node: self._polls.get(node, 0) + 1 for node in in_use if node not in shown}
+        self._polls = {node: self._polls.get(node, 0) + 1 for node in in_use if node not in nodes_with_jobs}
         hidden = config is not None and "jobs" in config.private_data
         return hidden or any(polls >= LOOKS for polls in self._polls.values())

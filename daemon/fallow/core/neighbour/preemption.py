@@ -1,9 +1,9 @@
-"""Would Slurm itself take a node from a job of ours for somebody else? Pure.
+"""Whether Slurm itself would take a node from a job of ours for somebody else. Pure.
 
-`scontrol show partition` tells how a partition's jobs would be preempted, not whether anybody may: a partition without
-a PreemptMode of its own shows the cluster's (Slurm's src/api/partition_info.c). So `as_for_us` corrects each poll, and
-`PartitionInfo.preempts` is true for every reader. Who may preempt: slurm.conf(5), PreemptType and PreemptMode. Jobs
-that are safe at first (PreemptExemptTime there and in sacctmgr(1)) count as not preempted: others would have to wait.
+`scontrol show partition` shows how a partition's jobs would be preempted, not whether any job may preempt them: a
+partition without a PreemptMode shows the cluster's (Slurm's src/api/partition_info.c). So `as_for_us` corrects each
+poll, and every reader can rely on `PartitionInfo.preempts`. Which jobs may preempt: slurm.conf(5), PreemptType and
+PreemptMode. Jobs with a PreemptExemptTime (slurm.conf(5), sacctmgr(1)) count as not preempted: others would wait.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ ENDS = ("CANCEL", "REQUEUE")
 
 
 class Preemption:
-    """For whom Slurm takes nodes from jobs of ours. Args: partitions: of a poll that `as_for_us` has corrected."""
+    """The jobs for which Slurm preempts ours. Args: partitions: of a poll that `as_for_us` has corrected."""
 
     def __init__(self, partitions: Sequence[PartitionInfo]) -> None:
         self.partitions = {p.partition: p for p in partitions}
@@ -27,20 +27,24 @@ class Preemption:
     def takes(self, partition: str, job: Waiting, node: str | None = None) -> bool:
         """Return True if Slurm takes `node`, or any node, from a job of ours in this partition for this job.
 
-        Never for a job of the same tier, or, where QOS decide, of a QOS that may not preempt ours.
+        The job needs a higher tier or, under preempt/qos, a QOS that may preempt ours.
         """
-        ours = self.partitions.get(partition)
-        if ours is None or not ours.preempts or node in ours.unpreempted:
+        our_partition = self.partitions.get(partition)
+        if our_partition is None or not our_partition.preempts or node in our_partition.unpreempted:
             return False
-        if ours.preempted_by is not None:
-            return all(each.qos.lower() in ours.preempted_by for each in job.jobs)
-        theirs = [(each, self.partitions.get(name)) for each in job.jobs for name in each.partition.split(",")]
-        higher = [p for each, p in theirs if p is not None and p.priority_tier > ours.priority_tier and admits(p, each)]
+        if our_partition.preempted_by is not None:
+            return all(each.qos.lower() in our_partition.preempted_by for each in job.jobs)
+        job_partitions = [(each, self.partitions.get(name)) for each in job.jobs for name in each.partition.split(",")]
+        higher = [
+            p
+            for each, p in job_partitions
+            if p is not None and p.priority_tier > our_partition.priority_tier and admits(p, each)
+        ]
         return any(node is None or node in self.nodes[p.partition] for p in higher)
 
 
 def admits(partition: PartitionInfo, job: JobInfo) -> bool:
-    """Return True if the job keeps the partition's limits: of several partitions Slurm considers these alone."""
+    """Return True if the job is within the partition's limits. Slurm considers no other partitions of the job."""
     too_long = partition.max_time_s is not None and (job.time_limit_s or 0.0) > partition.max_time_s
     too_wide = partition.max_nodes is not None and job.num_nodes > partition.max_nodes
     needs_reservation = partition.requires_reservation and not job.reservation
@@ -51,26 +55,26 @@ def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None
     """Return the poll with `preempt_mode` OFF in partitions where nobody could preempt a harvest job, and with the
     nodes in `unpreempted` where somebody could on some nodes only. Doing it twice changes nothing.
 
-    Where QOS decide, their mode and grace replace the partition's, even PreemptMode=OFF (slurm.conf(5); tried on
+    Under preempt/qos, mode and grace of the QOS replace the partition's, even PreemptMode=OFF (slurm.conf(5); tried on
     22.05).
 
     Args:
         cluster: as the client read it.
-        site: None: not known yet, so nothing is believed to preempt; nor while its accounting has not answered.
-        qos: of every harvest job (`[harvest] qos`); None: whatever the user's own jobs have.
+        site: of the cluster; None: not known yet. Without it or its QOS, nothing counts as preempting.
+        qos: of every harvest job (`[harvest] qos`); None: the default of the user's jobs.
     """
-    partitions = [_corrected(p, cluster.partitions, site, qos) for p in cluster.partitions]
+    partitions = [_correct_partition(p, cluster.partitions, site, qos) for p in cluster.partitions]
     return replace(cluster, partitions=partitions)
 
 
-def _corrected(
+def _correct_partition(
     partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
 ) -> PartitionInfo:
-    taken = frozenset[str]() if site is None else _preempted_nodes(partition, partitions, site, qos)
-    if site is None or not taken:
+    preemptable_nodes = frozenset[str]() if site is None else _preempted_nodes(partition, partitions, site, qos)
+    if site is None or not preemptable_nodes:
         mode = "OFF" if partition.preempts else partition.preempt_mode
         return replace(partition, unpreempted=frozenset(), preempt_mode=mode)
-    partition = replace(partition, unpreempted=frozenset(partition.nodes) - taken)
+    partition = replace(partition, unpreempted=frozenset(partition.nodes) - preemptable_nodes)
     if qos is None or site.preempt_type != "preempt/qos":
         return partition
     name = qos.lower()
@@ -85,12 +89,12 @@ def preemptable_qos(site: ClusterConfig, qos: str | None) -> bool:
 
 
 def exempt_s(site: ClusterConfig, qos: str | None, partition_qos: str = "") -> float:
-    """Return for how long at most harvest jobs are safe after their start. A QOS's own value precedes the cluster's.
+    """Return the longest time after a start in which a harvest job is safe. A QOS's value precedes the cluster's.
 
     Args:
         site: the configuration.
-        qos: of every harvest job; None: whatever the user's own jobs have, so the longest of all counts.
-        partition_qos: of the partition that they are in.
+        qos: of every harvest job; None: the default of the user's jobs, so the longest time of all QOS counts.
+        partition_qos: QOS of the jobs' partition.
     """
     if qos is None:
         return max(site.preempt_exempt_s, *site.qos_exempt_s.values(), 0.0)

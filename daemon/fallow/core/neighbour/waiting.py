@@ -1,4 +1,4 @@
-"""Pending jobs of others that a free node could start, in Slurm's order, and how a site's Slurm treats them. Pure."""
+"""Pending jobs of others that would start on a free node, in Slurm's order, and how Slurm treats them. Pure."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -17,24 +17,24 @@ _WANTING = re.compile(
     r"|ReqNodeNotAvail(, May be reserved for other job|, UnavailableNodes:.*)?"
     r"|.*[Tt]opology.*|Weight-based selection could not satisfy.*"
 )
-"""Reasons of pending jobs that a free node could start (`schedule` and `select_nodes` in Slurm's src/slurmctld). Those
-in the second and third line name nodes that a job in a partition of a higher tier waits for, too. Backfill may give
-these nodes to the lower job all the same; `needs` works out whether they are ours. From 26.05 on the plugins of
-topologies (tree, block ...) have sentences of their own in the place of Resources."""
+"""Reasons of pending jobs that would start on a free node (`schedule` and `select_nodes` in Slurm's src/slurmctld). The
+second and third line also mean nodes for which a job of a higher tier waits. Backfill may still give these nodes to
+the lower job; `needs` works out whether they are ours. From 26.05 on, topology plugins (tree, block ...)
+show sentences of their own instead of Resources."""
 
 _OF_ONE_PARTITION = frozenset(("PartitionTimeLimit", "PartitionNodeLimit", "PartitionDown", "PartitionInactive"))
-"""Of a job in several partitions the last one to say such a thing is shown; it may start in the others all the same."""
+"""Reasons that concern one of a job's partitions. Slurm shows only the last one; the job may start in the others."""
 
 PICKS_UP = "harvest"
-"""Word in the comment of a job that was made to pick up an idle node, beside its token. Its name says so, too: a site's
-job_submit plugin may write comments of its own."""
+"""Word in the comment of a harvest job, beside its token. The job's name shows it, too, since a job_submit plugin may
+replace comments."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A job of somebody else, or all components of a heterogeneous one, which start together."""
+    """A job of another user, or all components of a heterogeneous job, which start together."""
 
     jobs: tuple[JobInfo, ...]
-    startable: int = 1
+    startable_elements: int = 1
     "elements of a job array that its own limit lets start now"
 
     @property
@@ -51,24 +51,24 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 def partitions_of(jobs: Iterable[JobInfo]) -> set[str]:
-    """Return the names of the partitions that these jobs wait for."""
+    """Return the names of the partitions in which these jobs wait."""
     return {name for job in jobs for name in job.partition.split(",")}
 
 
 def nodes_for(cluster: ClusterState, jobs: Iterable[JobInfo]) -> frozenset[str]:
-    """Return the nodes of the partitions that these jobs wait for."""
+    """Return the nodes of the partitions in which these jobs wait."""
     names = partitions_of(jobs)
     return frozenset(node for p in cluster.partitions if p.partition in names for node in p.nodes)
 
 
 @lru_cache(maxsize=1024)
 def wants_nodes(reason: str) -> bool:
-    """Return True if a pending job with this reason waits for nothing but nodes. Cached: thousands have the same."""
+    """Return True if a pending job with this reason waits for nodes only. Cached: thousands of jobs share a reason."""
     return _WANTING.fullmatch(reason.strip("()").replace("_", " ")) is not None
 
 
 def waits_for_nodes(job: JobInfo) -> bool:
-    """Return True if a pending job waits for nothing but nodes, in one of its partitions at least."""
+    """Return True if a pending job waits for nodes only, in at least one of its partitions."""
     return wants_nodes(job.reason) or ("," in job.partition and job.reason.strip("()") in _OF_ONE_PARTITION)
 
 
@@ -78,10 +78,10 @@ def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
 
 
 def picks_up(job: JobInfo) -> bool:
-    """Return True if a head, anybody's, made this job to pick up an idle node.
+    """Return True for a harvest job, of any user's head.
 
-    Such a job comes after everybody else's and is given up for any of them. So nobody gives a node back for it: two
-    heads would take turns. Slurm decides which head gets an idle node.
+    A harvest job comes after all other jobs and is given up for any of them. So no head gives a node back for another
+    head's harvest job: the two would take turns. Slurm decides which head gets an idle node.
     """
     if not job.name.startswith(PREFIX):
         return False
@@ -90,11 +90,11 @@ def picks_up(job: JobInfo) -> bool:
 
 
 def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:
-    """Return the pending jobs that a free node could start, in Slurm's order, without ours and other heads' requests.
+    """Return others' pending jobs that would start on a free node, in Slurm's order, without harvest jobs.
 
     Args:
         cluster: one poll.
-        tokens: of our own allocations.
+        tokens: of our allocations.
     """
     groups: dict[str, list[JobInfo]] = {}
     for job in [job for job in cluster.jobs if job.state == "PENDING"]:
@@ -104,27 +104,27 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
         return []
     tiers = {p.partition: p.priority_tier for p in cluster.partitions}
     running = running_elements(cluster.jobs)
-    found = [
+    queue = [
         Waiting(tuple(sorted(jobs, key=lambda job: _number(job.job_id))), elements)
         for jobs in groups.values()
-        if _wanting(jobs, cluster.at) and (elements := startable(jobs[0], running)) > 0
+        if _wanting(jobs, cluster.at) and (elements := startable_elements(jobs[0], running)) > 0
     ]
 
     def order(waiting: Waiting) -> tuple[float, ...]:
         tier = max(tiers.get(name, 0) for name in waiting.partitions)
         return (-tier, *min(map(turn, waiting.jobs)))
 
-    return sorted(found, key=order)
+    return sorted(queue, key=order)
 
 
 def _wanting(jobs: list[JobInfo], now: float) -> bool:
-    """Return True if it waits for nodes alone. Slurm gives only some components of a heterogeneous job a reason."""
+    """Return True if a job waits for nodes only. Slurm shows no reason for some components of a job."""
     early = any(job.eligible_at is not None and job.eligible_at > now for job in jobs)
     other = [job.reason for job in jobs if not waits_for_nodes(job)]
     return len(other) < len(jobs) and not {reason.strip("()") for reason in other} - {"None", ""} and not early
 
 
-def startable(job: JobInfo, running: Mapping[str, int]) -> int:
+def startable_elements(job: JobInfo, running: Mapping[str, int]) -> int:
     """Return how many elements of a job array its own limit lets start now; 1 for any other job.
 
     Args:
@@ -138,12 +138,12 @@ def startable(job: JobInfo, running: Mapping[str, int]) -> int:
 
 
 def running_elements(jobs: Iterable[JobInfo]) -> dict[str, int]:
-    """Return how many elements of each job array have their nodes."""
-    found: dict[str, int] = {}
+    """Job array -> number of its elements that are on nodes."""
+    counts: dict[str, int] = {}
     for job in jobs:
         if job.array_job_id and job.state in ON_NODES:
-            found[job.array_job_id] = found.get(job.array_job_id, 0) + 1
-    return found
+            counts[job.array_job_id] = counts.get(job.array_job_id, 0) + 1
+    return counts
 
 
 def array_elements(text: str) -> tuple[int, int | None]:
@@ -159,7 +159,7 @@ def array_elements(text: str) -> tuple[int, int | None]:
 
 
 def turn(job: JobInfo) -> tuple[float, ...]:
-    """What decides within a partition: Slurm looks first at the job whose turn is the least."""
+    """Sort key of a job within a partition: Slurm looks at the least key first."""
     return (-job.priority, job.submit_at or 0.0, _number(job.job_id))
 
 
@@ -168,21 +168,21 @@ def _number(job_id: str) -> float:
     return float(match[0]) if match else 0.0
 
 
-# -- what the site's slurm.conf says -------------------------------------------------------------------------------
+# -- slurm.conf of the site -------------------------------------------------------------------------------
 
 UNKNOWN = ClusterConfig(cluster="", slurm_version="")
-"""Stands for a configuration that Slurm has not told yet: its own defaults, without shared nodes."""
+"""Stands for a configuration that is not known yet: Slurm's defaults, without shared nodes."""
 
 LOOKED_AT = 500
-"""Slurm's own default of bf_max_job_test."""
+"""Slurm's default of bf_max_job_test."""
 
 LOOKS_AGAIN_S = 60.0
-"""Slurm looks at the whole queue this often at the least, whatever backfill does (sched_interval)."""
+"""Longest time between two looks of Slurm at the whole queue, whatever backfill does (sched_interval)."""
 
 
 @lru_cache(maxsize=64)
 def numbers(pattern: str, parameters: str) -> tuple[int, ...]:
-    """Those behind some words of SchedulerParameters, in their order; kept, for every plan asks for the same.
+    """Return the numbers of some options in SchedulerParameters, in order. Cached: every plan asks for them.
 
     Args:
         pattern: regular expression with one group, the number.
@@ -193,16 +193,16 @@ def numbers(pattern: str, parameters: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SiteRules:
-    """How this Slurm treats jobs that wait. The defaults are Slurm's own, with shared nodes."""
+    """How this Slurm treats waiting jobs. The defaults are Slurm's, with shared nodes."""
 
     whole_nodes: bool = False
     "every job gets whole nodes"
     looked_at: int = LOOKED_AT
-    "so many waiting jobs are looked at in each partition"
+    "number of waiting jobs that Slurm looks at in each partition"
     looks_again_s: float = LOOKS_AGAIN_S
-    "from one look of Slurm at a job to the next, at the most"
+    "longest time between two looks of Slurm at a job"
     preempts_again_s: float = 30.0 + 10.0 + LOOKS_AGAIN_S
-    "a job for which Slurm has preempted others has it do so again only after this time, whatever became of the nodes"
+    "time after which Slurm preempts again for the same job, whatever became of the nodes"
 
 
 def site_rules(config: ClusterConfig) -> SiteRules:

@@ -1,13 +1,13 @@
-"""How fast a run trains with so many workers, learned while it trains. Pure.
+"""Training speed of a run as a function of its number of workers, learned while it trains. Pure.
 
-What was measured counts. Sizes in between and beyond follow the shape of
+Measured sizes use their measurement. Other sizes follow the model of a step's time for S shards on m workers:
 
-    t(m) = ceil(S/m) + REST + TALK · log2(m)      in units of a shard's time, for S shards on m workers:
+    t(m) = ceil(S/m) + FIXED_COST + REDUCTION_COST · log2(m)      in units of one shard's time
 
-whole shards one after the other, what no worker can divide (the optimizer's step, the loop), and what grows with the
-world (the reduction). REST and TALK are optimism that makes a run try sizes it has not seen, an efficiency of 0.76
-with 64 workers of 64 shards. Published curves of training on idle nodes have 0.44 to 0.92 there (BFTrainer, arXiv
-2106.12091), so it is believed until measured.
+The terms are: the shards of one worker, one after the other; what no worker can divide (the optimizer's step, the
+loop); and what grows with the world size (the reduction). The two constants are optimistic, so that a run tries new
+sizes: they give an efficiency of 0.76 with 64 workers for 64 shards. Published curves of training on idle nodes have
+0.44 to 0.92 there (BFTrainer, arXiv 2106.12091).
 """
 
 import math
@@ -20,7 +20,7 @@ import msgspec
 from fallow.core.accounting.pacing import Schedule
 from fallow.core.planning.share import Worth
 
-REST, TALK = 0.2, 0.02
+FIXED_COST, REDUCTION_COST = 0.2, 0.02
 
 MEMORY_S = 600.0
 """Evidence at one size counts for at most this long, so that newer measurements replace old ones."""
@@ -29,15 +29,15 @@ HALF_LIFE_S = 7 * 86400.0
 """Evidence counts half after this time: nodes, data and software change."""
 
 SIZES = 32
-"""As many sizes are remembered; the one with the least evidence is forgotten."""
+"""Number of sizes that are remembered; the size with the least evidence is dropped."""
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What was measured at one size."""
+class Measurement(msgspec.Struct, frozen=True):
+    """Measurement at one number of workers."""
 
     step_s: float
     weight_s: float
-    "seconds of training behind it, fading"
+    "seconds of training that it is based on; fades with time"
     at: float
     "Unix time of the last measurement"
 
@@ -45,33 +45,33 @@ class Seen(msgspec.Struct, frozen=True):
 class Curve(msgspec.Struct, kw_only=True):
     """Measurements of one run; part of its durable record."""
 
-    seen: dict[int, Seen] = {}
-    "workers -> what was measured"
+    measurements: dict[int, Measurement] = msgspec.field(default_factory=dict, name="seen")
+    "workers -> measurement"
     shard_s: float | None = None
-    "seconds per shard, as workers measured it (the median of them)"
+    "seconds per shard: median of what the workers measured"
 
     @property
     def is_measured(self) -> bool:
-        """Was anything of it?"""
-        return bool(self.seen) or self.shard_s is not None
+        """True if the curve has any measurement."""
+        return bool(self.measurements) or self.shard_s is not None
 
     def observe(self, workers: int, step_s: float, lasted_s: float, at: float) -> None:
         """Take in a stretch of undisturbed training.
 
         Args:
-            workers: all through it.
-            step_s: mean seconds per step in it.
-            lasted_s: its length.
+            workers: number of workers, constant during the stretch.
+            step_s: mean seconds per step.
+            lasted_s: length of the stretch.
             at: Unix time.
         """
-        old = self.seen.get(workers)
-        kept_s = 0.0 if old is None else min(_faded(old, at), MEMORY_S)
-        was = step_s if old is None else old.step_s
-        mean = (kept_s * was + lasted_s * step_s) / (kept_s + lasted_s)
-        self.seen[workers] = Seen(mean, min(kept_s + lasted_s, MEMORY_S), at)
-        if len(self.seen) > SIZES:
-            others = [m for m in self.seen if m != workers]
-            del self.seen[min(others, key=lambda m: _faded(self.seen[m], at))]
+        old = self.measurements.get(workers)
+        kept_s = 0.0 if old is None else min(_faded_weight_s(old, at), MEMORY_S)
+        old_step_s = step_s if old is None else old.step_s
+        mean = (kept_s * old_step_s + lasted_s * step_s) / (kept_s + lasted_s)
+        self.measurements[workers] = Measurement(mean, min(kept_s + lasted_s, MEMORY_S), at)
+        if len(self.measurements) > SIZES:
+            other_sizes = [m for m in self.measurements if m != workers]
+            del self.measurements[min(other_sizes, key=lambda m: _faded_weight_s(self.measurements[m], at))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Gain:
     """What a run gains from nodes.
 
     Attributes:
-        worth: of nodes to it.
-        speeds: (nodes, steps per second) at which it gets faster.
-        curve: its own, with those of runs like it. While nothing is measured, only ratios of the speeds mean something.
-        schedule: how it stands to its deadline; None: it has none, or it is not known how long it takes.
+        worth: worth of nodes to the run.
+        speeds: (nodes, steps per second) of the numbers of nodes that make the run faster.
+        curve: pooled with the curves of similar runs. While nothing is measured, only ratios of speeds mean something.
+        schedule: progress against the deadline; None: no deadline, or the run's length is unknown.
     """
 
     worth: Worth
@@ -91,53 +91,57 @@ class Gain:
     schedule: Schedule | None
 
 
-def pooled(own: Curve, others: Sequence[Curve], at: float) -> Curve:
-    """A run's curve with those of earlier runs of the same script and model, which count half. Args: at: Unix time."""
+def pool_curves(own: Curve, earlier_curves: Sequence[Curve], at: float) -> Curve:
+    """Pool a run's curve with those of earlier runs of its script and model, which count half. Args: at: Unix time."""
     sums: dict[int, tuple[float, float]] = {}
-    for share, curve in [(1.0, own), *((0.5, other) for other in others)]:
-        for workers, seen in curve.seen.items():
-            weight = share * _faded(seen, at)
+    for share, curve in [(1.0, own), *((0.5, other) for other in earlier_curves)]:
+        for workers, measurement in curve.measurements.items():
+            weight = share * _faded_weight_s(measurement, at)
             total, times = sums.get(workers, (0.0, 0.0))
-            sums[workers] = (total + weight, times + weight * seen.step_s)
-    merged = {m: Seen(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0}
-    paces = (curve.shard_s for curve in (own, *others) if curve.shard_s is not None)
-    return Curve(seen=merged, shard_s=next(paces, None))
+            sums[workers] = (total + weight, times + weight * measurement.step_s)
+    merged = {
+        m: Measurement(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0
+    }
+    paces = (curve.shard_s for curve in (own, *earlier_curves) if curve.shard_s is not None)
+    return Curve(measurements=merged, shard_s=next(paces, None))
 
 
-def _faded(seen: Seen, at: float) -> float:
-    return float(seen.weight_s * 0.5 ** (max(0.0, at - seen.at) / HALF_LIFE_S))
+def _faded_weight_s(measurement: Measurement, at: float) -> float:
+    return float(measurement.weight_s * 0.5 ** (max(0.0, at - measurement.at) / HALF_LIFE_S))
 
 
 def speeds(curve: Curve, shards: int, slots: int, most: int) -> list[tuple[int, float]]:
-    """Numbers of nodes that are worth having, ascending, with steps per second; each is faster than those before.
+    """Numbers of nodes at which the run gets faster, ascending, with its speed in steps per second.
 
     Args:
-        curve: measurements, perhaps none: then a shard takes a second.
-        shards: in a step, at least 1.
+        curve: measurements; without any, a shard takes one second.
+        shards: number of shards in a step, at least 1.
         slots: workers per node.
-        most: nodes.
+        most: largest number of nodes to consider.
     """
-    seen = sorted((min(workers, shards), one.step_s) for workers, one in curve.seen.items())
-    factors = [(workers, step_s / _shape(shards, workers)) for workers, step_s in seen]
+    step_times = sorted(
+        (min(workers, shards), measurement.step_s) for workers, measurement in curve.measurements.items()
+    )
+    factors = [(workers, step_s / _shape(shards, workers)) for workers, step_s in step_times]
     factors = factors or [(1, 1.0 if curve.shard_s is None else curve.shard_s)]
-    found: list[tuple[int, float]] = []
+    speedups: list[tuple[int, float]] = []
     for nodes in range(1, most + 1):
         workers = min(nodes * slots, shards)
         speed = 1.0 / (_factor(factors, workers) * _shape(shards, workers))
-        if not found or speed > found[-1][1] * (1.0 + 1e-9):
-            found.append((nodes, speed))
+        if not speedups or speed > speedups[-1][1] * (1.0 + 1e-9):
+            speedups.append((nodes, speed))
         if workers == shards:
             break
-    return found
+    return speedups
 
 
 def _shape(shards: int, workers: int) -> float:
-    """Time of a step in units of a shard's."""
-    return -(-shards // workers) + REST + TALK * math.log2(workers)
+    """Time of a step by the model, in units of one shard's time."""
+    return -(-shards // workers) + FIXED_COST + REDUCTION_COST * math.log2(workers)
 
 
 def _factor(factors: list[tuple[int, float]], workers: int) -> float:
-    """Measured time over the shape's, in between by the logarithm of the number of workers."""
+    """Measured time divided by the model's, interpolated by the logarithm of the number of workers."""
     right = bisect_right(factors, workers, key=lambda each: each[0])
     if right in (0, len(factors)):
         return factors[max(0, right - 1)][1]

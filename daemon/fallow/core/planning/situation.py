@@ -1,4 +1,4 @@
-"""What a plan is made from, and which runs can use which nodes. Pure."""
+"""The input of a plan, and which runs can use which nodes. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,30 +8,30 @@ from fallow.core.allocations import LIVE, WAITING, Allocation
 from fallow.core.holes import SLEEPING, Hole, Part, find_holes
 from fallow.core.kinds import Kind, may_use
 from fallow.core.neighbour.needs import ExternalDemand
-from fallow.core.planning.known import Known, RunClass
-from fallow.core.planning.rules import Demand, HarvestRules, harvestable, off_limits
+from fallow.core.planning.knowledge import Knowledge, RunClass
+from fallow.core.planning.rules import Demand, HarvestRules, harvestable_partitions, unharvestable_nodes
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything that a plan is made from.
+    """The input of a plan.
 
     Attributes:
         cluster: one poll.
         demands: what each run could use.
         allocations: every live allocation of every run.
-        rules: what is allowed.
-        known: what was learned.
-        external: what others' jobs need of us (`core.neighbour.needs.assess`).
-        excluded: token of a request -> nodes that Slurm was told not to give it.
+        rules: limits of harvesting.
+        knowledge: what the head has learned from earlier polls.
+        external: nodes that other users' jobs need from us (`core.neighbour.needs.assess`).
+        excluded: token of a request -> nodes in its `--exclude`.
     """
 
     cluster: ClusterState
     demands: Sequence[Demand]
     allocations: Sequence[Allocation]
     rules: HarvestRules
-    known: Known = field(default_factory=Known)
+    knowledge: Knowledge = field(default_factory=Knowledge)
     external: ExternalDemand = field(default_factory=ExternalDemand)
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
@@ -42,34 +42,34 @@ class Situation:
 
     @cached_property
     def by_run(self) -> Mapping[str, Demand]:
-        """The demands, by run."""
+        """Run -> its demand."""
         return {demand.run: demand for demand in self.demands}
 
     @cached_property
     def nodes(self) -> Mapping[str, NodeInfo]:
-        """The nodes of the poll, by name."""
+        """Name -> node of the poll."""
         return {node.node: node for node in self.cluster.nodes}
 
     @cached_property
     def partitions(self) -> Mapping[str, PartitionInfo]:
-        """Partitions that may be harvested, by name, without the nodes that may not; the kindest to others first."""
-        return {partition.partition: partition for partition in harvestable(self.cluster, self.rules)}
+        """Name -> partition that may be harvested, without the nodes that may not. Lowest priority tier first."""
+        return {partition.partition: partition for partition in harvestable_partitions(self.cluster, self.rules)}
 
     @cached_property
     def holes(self) -> Sequence[Hole]:
-        """What is idle, best first.
+        """Idle nodes and parts of nodes, best first.
 
-        A request might take any node of its partition. So a partition in which others are about to get a node that
-        nobody would take back from us has no holes.
+        Slurm may give a request any node of its partition. So a partition has no holes while somebody else is about to
+        get one of its nodes and Slurm would not preempt us there.
         """
-        ours, partitions = {a.token for a in self.harvest}, list(self.partitions.values())
-        found = find_holes(self.cluster, partitions, ours=ours, whole_nodes=self.rules.whole_nodes)
-        return [hole for hole in found if hole.partition not in self.external.kept_nodes]
+        our_tokens, partitions = {a.token for a in self.harvest}, list(self.partitions.values())
+        holes = find_holes(self.cluster, partitions, our_tokens=our_tokens, whole_nodes=self.rules.whole_nodes)
+        return [hole for hole in holes if hole.partition not in self.external.kept_nodes]
 
     @cached_property
     def harvest(self) -> Sequence[Allocation]:
         """Live harvest allocations, requests included."""
-        return [a for a in self.allocations if a.state in LIVE and a.harvested]
+        return [a for a in self.allocations if a.state in LIVE and a.is_harvested]
 
     @cached_property
     def pending(self) -> Sequence[Allocation]:
@@ -79,46 +79,46 @@ class Situation:
 
     @cached_property
     def contested_nodes(self) -> frozenset[str]:
-        """Nodes of the partitions in which others wait."""
+        """Nodes of the partitions in which other users' jobs wait."""
         contested = self.external.contested_partitions
         return frozenset(node for p in self.cluster.partitions if p.partition in contested for node in p.nodes)
 
     def waited_s(self, allocation: Allocation) -> float:
-        """For so long a request has been waiting."""
+        """Seconds for which a request has been waiting."""
         return self.at - allocation.waits_since
 
     def waits_for_others(self, allocation: Allocation) -> bool:
-        """Return True for a request that waits for what others leave. So does one that came too late for an idle node:
-        it keeps nobody from asking elsewhere."""
-        return allocation.ahead or self.waited_s(allocation) > self.rules.start_patience_s
+        """Return True if a request waits for a node that is still in use, because it was made for one or because
+        the idle node that it was made for is taken. Such a request does not count as one for an idle node."""
+        return allocation.requested_ahead or self.waited_s(allocation) > self.rules.start_patience_s
 
     def fits(self, allocation: Allocation, hole: Hole) -> bool:
-        """Is a hole long enough for a request? Slurm starts nothing that runs into what is planned.
+        """Return True if a hole is long enough for a request: Slurm starts no job that runs into a planned start.
 
-        A request that was made for the hole did fit a moment ago.
+        The time since the request was made counts as free, so that a request still fits the hole it was made for.
         """
         ago_s = min(self.at - allocation.requested_at, self.rules.start_patience_s)
         return hole.length_s is None or hole.length_s >= 60.0 * (allocation.minutes or 0) - ago_s
 
 
 class Eligibility:
-    """Who can use which nodes, in one situation.
+    """Which runs can use which nodes, in one situation.
 
     Args:
         situation: of the plan.
-        known: what was learned, in this plan, too.
+        knowledge: with what this plan has learned.
     """
 
-    def __init__(self, situation: Situation, known: Known) -> None:
-        self._situation, self.known = situation, known
+    def __init__(self, situation: Situation, knowledge: Knowledge) -> None:
+        self._situation, self.knowledge = situation, knowledge
         self._partitions: dict[RunClass, frozenset[str]] = {}
         self._unsuitable: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
 
     def partitions(self, run_class: RunClass) -> frozenset[str]:
-        """Names of the partitions in which such runs may ask now."""
+        """Names of the partitions in which runs of this class may make requests now."""
         if run_class not in self._partitions:
             named, asker = run_class.partitions, run_class.asker
-            backoff, at = self.known.backoff, self._situation.at
+            backoff, at = self.knowledge.backoff, self._situation.at
             self._partitions[run_class] = frozenset(
                 name
                 for name, partition in self._situation.partitions.items()
@@ -129,42 +129,42 @@ class Eligibility:
         return self._partitions[run_class]
 
     def why_not(self, run_class: RunClass, node: str, partition: str, part: Part | None = None) -> str:
-        """Why such runs cannot use this node, or this part of it, in this partition; empty: they can."""
+        """Why runs of this class cannot use this node or part in this partition; empty: they can."""
         if partition not in self.partitions(run_class):
-            if words := self.known.backoff.words(run_class.asker, partition, self._situation.at):
+            if words := self.knowledge.backoff.words(run_class.asker, partition, self._situation.at):
                 return f"left alone: {words}"
             return f"not open: no run may use {partition}"
         return self._unfit(run_class, node, partition, part)
 
     def usable_in(self, run_class: RunClass, node: str) -> list[str]:
-        """Partitions in which such runs can use this node as a whole."""
-        known, rules = self._situation.nodes.get(node), self._situation.rules
-        here = (self._situation.partitions.get(name) for name in (() if known is None else known.partitions))
-        names = [p.partition for p in here if p is not None and node not in off_limits(p, rules)]
+        """Partitions in which runs of this class can use the whole node."""
+        info, rules = self._situation.nodes.get(node), self._situation.rules
+        partitions = (self._situation.partitions.get(name) for name in (() if info is None else info.partitions))
+        names = [p.partition for p in partitions if p is not None and node not in unharvestable_nodes(p, rules)]
         return [name for name in names if not self.why_not(run_class, node, name)]
 
     def suits(self, allocation: Allocation, hole: Hole) -> bool:
-        """Could Slurm start a request on this hole, if it is long enough? Both are a whole node, or enough GPUs of one
-        type on one node."""
-        wanted, idle, demand = allocation.part, hole.part, self._situation.by_run.get(allocation.run)
-        if wanted is None or idle is None:
-            is_alike = wanted is idle
+        """Return True if Slurm could start a request on this hole, given a hole that is long enough. Both must be a
+        whole node, or the hole must have enough GPUs of the type on the node that the request names."""
+        part, idle, demand = allocation.part, hole.part, self._situation.by_run.get(allocation.run)
+        if part is None or idle is None:
+            is_alike = part is idle
         else:
-            is_alike = wanted.gpus <= idle.gpus and (wanted.node, wanted.gpu_type) == (idle.node, idle.gpu_type)
+            is_alike = part.gpus <= idle.gpus and (part.node, part.gpu_type) == (idle.node, idle.gpu_type)
         if hole.partition != allocation.partition or not is_alike:
             return False
         return demand is None or not self._unfit(demand.run_class, hole.node, hole.partition, idle)
 
-    def unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
-        """Nodes of a partition that a request for this kind must not be given: nothing but their names tells Slurm."""
-        key = kind, partition, ahead
+    def unsuitable(self, kind: Kind, partition: str, requested_ahead: bool = False) -> tuple[str, ...]:
+        """Nodes of a partition that a request for this kind must exclude by name, sorted."""
+        key = kind, partition, requested_ahead
         if key not in self._unsuitable:
-            known = self._situation.partitions[partition]
-            nodes = [self._situation.nodes[name] for name in known.nodes if name in self._situation.nodes]
-            closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
+            info = self._situation.partitions[partition]
+            nodes = [self._situation.nodes[name] for name in info.nodes if name in self._situation.nodes]
+            closed = info.unpreempted if requested_ahead else info.unpreempted.difference(info.nodes)
             closed |= {node.node for node in nodes if node.flags and not SLEEPING.isdisjoint(node.flags)}
-            closed |= self._magnetic(kind).intersection(known.nodes)
-            # sbatch is told the rest (constraint, GPUs).
+            closed |= self._magnetic(kind).intersection(info.nodes)
+            # The other parts of a kind (constraint, GPUs) are options of sbatch.
             named = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
             if named != Kind():
                 closed |= {node.node for node in nodes if not named.suits(node)}
@@ -172,18 +172,18 @@ class Eligibility:
         return self._unsuitable[key]
 
     def _magnetic(self, kind: Kind) -> frozenset[str]:
-        """Nodes of reservations in which Slurm starts whatever is allowed to, also jobs that do not name them."""
+        """Nodes of MAGNETIC reservations, where Slurm also starts jobs that do not name the reservation."""
         at, named = self._situation.at, kind.reservation.split(",")
         begun = (r for r in self._situation.cluster.reservations if r.start_at <= at < r.end_at)
-        others = (r for r in begun if "MAGNETIC" in r.flags and r.reservation not in named)
-        return frozenset(node for reservation in others for node in reservation.nodes)
+        reservations = (r for r in begun if "MAGNETIC" in r.flags and r.reservation not in named)
+        return frozenset(node for reservation in reservations for node in reservation.nodes)
 
     def _unfit(self, run_class: RunClass, node: str, partition: str, part: Part | None) -> str:
-        """Why this node is of no use to such runs, whether or not they may ask in its partition; empty: it is."""
-        known = self._situation.nodes.get(node)
-        if known is None or not run_class.kind.suits(known, part):
+        """Why runs of this class cannot use this node, whatever its partition allows; empty: they can."""
+        info = self._situation.nodes.get(node)
+        if info is None or not run_class.kind.suits(info, part):
             return "of another kind: no run can use it"
-        if node in run_class.barred:
-            return "barred: the run does without it"
-        left_s = self.known.unstarted.declined_s(node, partition, run_class, self._situation.at)
-        return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
+        if node in run_class.excluded_nodes:
+            return "excluded: the run does not use this node"
+        left_s = self.knowledge.unschedulable.backoff_s(node, partition, run_class, self._situation.at)
+        return f"unschedulable: Slurm starts no request on this node; next try in {left_s:.0f} s" if left_s else ""

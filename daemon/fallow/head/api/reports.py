@@ -42,7 +42,7 @@ def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], Sam
         rolled_back=list(run.roster.history.rollbacks),
         message=root.message,
         traceback=root.traceback,
-        rest_in=next((a.token for a in run.allocations.values() if a.elected), ""),
+        rest_in=next((a.token for a in run.allocations.values() if a.is_elected), ""),
         reproducible=contract is not None and bool(contract.arithmetic),
         steps_repeated=0 if final is None else final.repeated,
     )

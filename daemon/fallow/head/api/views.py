@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from fallow.core.allocations import Allocation, Shown
+from fallow.core.allocations import Allocation, PolledJobs
 from fallow.core.holes import is_idle
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
@@ -102,7 +102,7 @@ def _speed_views(run: Run) -> list[SpeedView]:
     if run.gain is None or not run.gain.curve.is_measured:
         return []
     return [
-        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.curve.seen)
+        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.curve.measurements)
         for nodes, speed in run.gain.speeds
     ]
 

@@ -178,7 +178,7 @@ class Turn:
             case ev.Admitted(node, host, token, boot):
                 agent = run.allocations[token].agents[host]
                 if agent.boot == boot and agent.node != node:
-                    agent.node, agent.again_at = node, None
+                    agent.node, agent.retry_at = node, None
                     self.dirty.add(run.id)
                 self.tell(run, node, Admitted(node=node, boot=boot))
             case ev.Unknown(node, host):
@@ -238,7 +238,7 @@ class Turn:
         allocation.asked_at = allocation.asked_at or self.now
         allocation.reason = reason
         self.dirty.add(run.id)
-        if allocation.queued:
+        if allocation.is_queued:
             forgo(allocation)
             self.registry.end_allocation(run, allocation, reason)
         elif allocation.job_id is not None and not run.spec.local:

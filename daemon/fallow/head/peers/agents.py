@@ -324,11 +324,11 @@ def _schedule_restart(turn: Turn, run: Run, allocation: Allocation, host: str, e
 def request_due_restarts(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Request the restarts that are due. The answer to the agent's next heartbeat carries the new boot number."""
     for host, agent in allocation.agents.items():
-        if agent.again_at is None or turn.now < agent.again_at:
+        if agent.retry_at is None or turn.now < agent.retry_at:
             continue
-        agent.again_at = None
+        agent.retry_at = None
         turn.dirty.add(run.id)
-        if allocation.state is AllocationState.RUNNING and host not in run.barred and not agent.gone:
+        if allocation.state is AllocationState.RUNNING and host not in run.barred and not agent.has_left:
             agent.boot, agent.node = agent.boot + 1, 0
 
 
@@ -353,10 +353,10 @@ def note_agent_end(
 def give_up_agent(turn: Turn, run: Run, allocation: Allocation, host: str, reason: str) -> None:
     """Give up an agent, not its workers. The allocation ends with its last agent."""
     agent = allocation.agents[host]
-    if not agent.gone:
-        agent.gone = True
+    if not agent.has_left:
+        agent.has_left = True
         turn.dirty.add(run.id)
-    if not allocation.hosts and allocation.live:
+    if not allocation.hosts and allocation.is_live:
         turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
         turn.registry.end_allocation(run, allocation, reason)
 
@@ -379,7 +379,7 @@ def _refusal_reason(run: Run, allocation: Allocation, hello: Hello) -> str | Non
         return f"run {run.id} is {run.root.status}"
     if hello.host in run.barred:
         return f"node {hello.host} is barred from run {run.id}: {run.barred[hello.host]}"
-    if not allocation.live:
+    if not allocation.is_live:
         return f"allocation {allocation.token} has ended ({allocation.reason})"
     if allocation.agents and allocation.job_id not in (None, hello.job_id):
         # A token belongs to one job: the first that came.

@@ -115,7 +115,7 @@ def _members(run: Run) -> list[Member]:
         Member(
             node=node.host,
             index=node.id,
-            harvested=run.allocations[node.token].harvested,
+            harvested=run.allocations[node.token].is_harvested,
             pace_s=run.progress[node.id].pace_s,
             busy_links={
                 host_of[entry]: share for entry, share in run.progress[node.id].busy_links.items() if entry in host_of

@@ -116,7 +116,7 @@ def tallies(run: Run, now: float) -> Tallies:
     """The run's sums, including the node time of its live jobs so far."""
     sums = copy.deepcopy(run.record.usage)
     for allocation in run.allocations.values():
-        if not allocation.counted:
+        if not allocation.is_counted:
             tally(sums, allocation, now)
     return sums
 

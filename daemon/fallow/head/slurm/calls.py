@@ -12,7 +12,7 @@ from functools import partial
 
 import structlog
 
-from fallow.core.allocations import Allocation, Shown
+from fallow.core.allocations import Allocation, PolledJobs
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn

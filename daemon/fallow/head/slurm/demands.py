@@ -10,9 +10,9 @@ from fallow.core.accounting import budget
 from fallow.core.accounting.backoff import Asker, Backoff, base_job
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.allocations import Allocation
-from fallow.core.kinds import Kind, likeness, within
+from fallow.core.kinds import Kind, likeness, with_reservations
 from fallow.core.neighbour.needs import assess
-from fallow.core.planning.known import Known
+from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.situation import Situation
@@ -60,7 +60,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         budget_node_s=budget_left_node_s(run, now),
         kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
-        renew=asks,
+        can_renew=asks,
     )
 
 
@@ -154,7 +154,7 @@ def estimate(
         knowledge: the planner's experience.
         ordered: account and QOS of harvest jobs, if the configuration sets them.
     """
-    cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
+    cluster = with_reservations(cluster, [spec.harvest_given.get("reservation", "")])
     budget_s = None if spec.budget_node_hours is None else spec.budget_node_hours * 3600.0
     demand = Demand(
         run="",
@@ -234,7 +234,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
     record = run.record
     if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
         return
-    if not run.bases or any(a.live or awaits_verdict(a, turn.now) for a in run.bases):
+    if not run.bases or any(a.is_live or awaits_verdict(a, turn.now) for a in run.bases):
         return
     if turn.now < backoff.put_off_until(base_job(run.id)):
         return

@@ -19,11 +19,11 @@ from fallow.core.membership.messages import Unreadable
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.watch import Delays
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Experience, Learner
+from fallow.core.planning.knowledge import Experience, Learner
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, harvestable
-from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
+from fallow.core.planning.requests import Ask
+from fallow.core.planning.rules import MIN_PENDING, Demand, HarvestRules, current_rules, harvestable_partitions
+from fallow.core.planning.shared_limits import Reserve, cap_demands, resolve_askers, yield_to_waiting
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.sbatch import takes_whole_nodes
@@ -159,7 +159,7 @@ class Harvest:
         with turn.contain_errors("plan"):
             self.interval_s = self.neighbours.interval_s(turn.registry)
             rules = self.rules(cluster.at, site)
-            partitions = harvestable(cluster, rules)
+            partitions = harvestable_partitions(cluster, rules)
             self._learn(turn, cluster, partitions)
             self._plan(turn, cluster, rules, partitions)
 
@@ -242,7 +242,7 @@ class Harvest:
         Returns:
             The reduced demands, and others' demand including the nodes that are given back because of a limit.
         """
-        askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
+        askers = resolve_askers(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in partitions} - {""}
         whole_node_runs = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
         limit_waits = yielded(cluster, live, askers, self.owner)
@@ -439,7 +439,7 @@ def _submit(turn: Turn, ask: Ask, run: Run) -> None:
         part=ask.part,
         exclude=folded(ask.exclude),
         replaces=ask.replaces,
-        ahead=ask.ahead,
+        requested_ahead=ask.requested_ahead,
     )
 
 

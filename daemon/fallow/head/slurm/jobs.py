@@ -18,13 +18,13 @@ from fallow.core.allocations import (
     CANCEL_AGAIN_S,
     MISSING_POLLS,
     Allocation,
-    Shown,
+    PolledJobs,
     begin_again,
+    end_sbatch,
     horizon_s,
     observe,
-    preempted_until,
-    requeued,
-    sent,
+    preemption_end,
+    was_requeued,
 )
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
@@ -58,7 +58,7 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
         cluster: the poll.
         backoff: notes requests that somebody cancelled.
     """
-    jobs = Shown(cluster.jobs)
+    jobs = PolledJobs(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
     closed_nodes = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
 
@@ -280,7 +280,7 @@ def sweep(turn: Turn, cluster: ClusterState, urgent_tokens: Collection[str] = ()
 
 
 def _ends_by_itself(turn: Turn, allocation: Allocation, is_wanted: bool) -> bool:
-    if allocation.elected and not (is_wanted and allocation.kind is AllocationKind.HARVEST):
+    if allocation.is_elected and not (is_wanted and allocation.kind is AllocationKind.HARVEST):
         return True
     if allocation.left_at is not None and abs(turn.now - allocation.left_at) < END_S:
         return True
@@ -340,7 +340,7 @@ def give_up_queued(turn: Turn, why: str) -> None:
 
 def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
     for allocation in run.live_allocations():
-        if allocation.queued:
+        if allocation.is_queued:
             turn.record(run, "withdraw", f"{allocation.token}: {why}")
             turn.cancel(run, allocation, why)
 
@@ -348,7 +348,7 @@ def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
 def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     allocation = run.allocations[token]
     allocation.job_id = job_id
-    sent(allocation, turn.now)
+    end_sbatch(allocation, turn.now)
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
     run.record.refusals.pop(allocation.partition if allocation.kind is AllocationKind.HARVEST else "", None)

@@ -149,7 +149,7 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
     if allocation.state is AllocationState.RELEASING:
         turn.record(run, "release", f"{allocation.token} must leave soon: {reason}")
     turn.release_allocation(run, allocation, reason)
-    allocation.wanted_at, allocation.gone_by = turn.now, turn.now + LEAVE_S
+    allocation.wanted_at, allocation.kill_at = turn.now, turn.now + LEAVE_S
     if not allocation.agents:
         # Its script has not reached `fallow run` yet.
         turn.cancel(run, allocation, reason)
@@ -165,8 +165,8 @@ def enforce_departure(turn: Turn, run: Run, allocation: Allocation) -> None:
     if allocation.hosts and turn.now < last_at:
         turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)
-        allocation.gone_by = last_at
+        allocation.kill_at = last_at
     else:
         # Repeated while the job exists: a scancel may have failed, or a head may have died before it.
         turn.cancel(run, allocation, allocation.reason)
-        allocation.gone_by = turn.now + CANCEL_AGAIN_S
+        allocation.kill_at = turn.now + CANCEL_AGAIN_S

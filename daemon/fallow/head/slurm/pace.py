@@ -103,7 +103,9 @@ def _request_node(
         partition, inf
     ):
         return 0
-    allocation = turn.new_allocation(run, AllocationKind.HARVEST, partition=partition, minutes=minutes, hurried=True)
+    allocation = turn.new_allocation(
+        run, AllocationKind.HARVEST, partition=partition, minutes=minutes, has_normal_priority=True
+    )
     if allocation is None:
         return 0
     delay = f"{-schedule.ahead_s / 60:.0f} min behind the schedule of its deadline"

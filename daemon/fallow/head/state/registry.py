@@ -201,12 +201,12 @@ class Run:
     def is_coming(self, allocation: Allocation, host: str) -> bool:
         """True if this agent has living workers, or will have some."""
         agent = allocation.agents[host]
-        if agent.gone:
+        if agent.has_left:
             return False
         node = self.roster.nodes.get(agent.node)
         if node is not None and node.alive:
             return True
-        if agent.again_at is not None or not agent.node:
+        if agent.retry_at is not None or not agent.node:
             return allocation.state is AllocationState.RUNNING and host not in self.barred
         # A silent node may come back. Of a crashed node some processes may still run.
         return node is not None and (
@@ -234,7 +234,7 @@ class Run:
         return [a for a in self.allocations.values() if a.kind is AllocationKind.BASE]
 
     def live_allocations(self) -> list[Allocation]:
-        return [a for a in self.allocations.values() if a.live]
+        return [a for a in self.allocations.values() if a.is_live]
 
 
 def ordered(config: Config) -> Asker:

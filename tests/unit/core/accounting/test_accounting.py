@@ -31,7 +31,7 @@ def held(
     kind: AllocationKind = AllocationKind.HARVEST, end: float | None = NOW + 100, gpus: int = 4, **more: Any
 ) -> Allocation:
     spans = {"7": Span(nodes={"n1": gpus}, start_at=NOW, end_at=end, partition="p")}
-    values: dict[str, Any] = {"state": AllocationState.ENDED, "spans": spans, "partition": "p", "settled": True}
+    values: dict[str, Any] = {"state": AllocationState.ENDED, "spans": spans, "partition": "p", "is_settled": True}
     return Allocation(token="t", run="r", kind=kind, public_key="k", **values | more)
 
 
@@ -62,7 +62,7 @@ def test_a_harvested_node_from_its_job_to_its_end() -> None:
     [
         ({"slurm_state": "PREEMPTED"}, Source.CUT_SHORT),
         ({"slurm_state": "FAILED"}, Source.NOTHING),
-        ({"state": AllocationState.RUNNING, "settled": False}, Source.START_UP),
+        ({"state": AllocationState.RUNNING, "is_settled": False}, Source.START_UP),
     ],
 )
 def test_a_job_that_never_trained(more: dict[str, Any], source: Source) -> None:
@@ -76,7 +76,7 @@ def test_the_rest_of_the_script_is_the_users_own() -> None:
 
 
 def test_members_come_and_go() -> None:
-    allocation = held(end=None, state=AllocationState.RUNNING, settled=False)
+    allocation = held(end=None, state=AllocationState.RUNNING, is_settled=False)
     note_members([allocation], {("t", "n1")}, NOW + 10)
     note_members([allocation], {("t", "n1"), ("other", "n2")}, NOW + 15)
     note_members([allocation], set(), NOW + 30)
@@ -110,7 +110,7 @@ allocations = st.builds(
     state=st.sampled_from(AllocationState),
     partition=st.sampled_from(["p", "q"]),
     slurm_state=st.sampled_from(["", "PREEMPTED", "COMPLETED"]),
-    settled=st.booleans(),
+    is_settled=st.booleans(),
     end_code=st.sampled_from([None, 0, 93]),
     requested_at=times,
     spans=st.dictionaries(
@@ -138,7 +138,7 @@ def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -
     gpu_s = sum(span.held_s(now) * gpus for span in spans for gpus in span.nodes.values())
     assert sum(value for one in sums.values() for value in one.node_s.values()) == pytest.approx(node_s, abs=1e-3)
     assert sum(value for one in sums.values() for value in one.gpu_s.values()) == pytest.approx(gpu_s, abs=1e-3)
-    assert sum(one.jobs for one in sums.values()) == sum(bool(a.spans) or a.live for a in held)
+    assert sum(one.jobs for one in sums.values()) == sum(bool(a.spans) or a.is_live for a in held)
     for one in sums.values():
         assert min(one.node_s.values(), default=0.0) >= 0.0
         assert sum(one.node_s.values()) <= sum(len(span.nodes) for span in spans) * DAY_S + 1e-3

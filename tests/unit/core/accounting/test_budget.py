@@ -14,7 +14,16 @@ from builders import NOW, allocation
 from builders import job as poll_job
 from fallow.core.accounting import budget
 from fallow.core.accounting.spans import Span, follow
-from fallow.core.allocations import SUBMIT_S, Allocation, Shown, begin_again, forgo, observe, send, sent
+from fallow.core.allocations import (
+    SUBMIT_S,
+    Allocation,
+    PolledJobs,
+    begin_again,
+    begin_sbatch,
+    end_sbatch,
+    forgo,
+    observe,
+)
 from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
@@ -93,7 +102,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 10**6))
     def withdraw_what_waits_in_our_queue(self, pick: int) -> None:
-        waiting = [a for a in self.queue if a.queued]
+        waiting = [a for a in self.queue if a.is_queued]
         if waiting:
             forgo(waiting[pick % len(waiting)])
 
@@ -107,7 +116,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         if self.call is not None or not self.queue:
             return
         allocation = self.queue.pop(0)
-        if not send(allocation, self.now + self.skew_s):
+        if not begin_sbatch(allocation, self.now + self.skew_s):
             return
         assert allocation.minutes is not None
         number = self.allocations.index(allocation)
@@ -129,7 +138,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         elif call.outcome == "refused":
             call.allocation.state = AllocationState.ENDED
             return
-        sent(call.allocation, self.now + self.skew_s)
+        end_sbatch(call.allocation, self.now + self.skew_s)
 
     @rule(seconds=st.just(50.0) | st.floats(1, 50))
     def time_passes(self, seconds: float) -> None:
@@ -151,7 +160,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
     @rule(by=st.floats(-10_000, 10_000))
     def our_clock_steps(self, by: float) -> None:
         # Requests that are waited for are dated by it, so the horizon is judged wrongly: that alone is left out.
-        if not any(a.state is AllocationState.UNKNOWN and not a.queued for a in self.allocations):
+        if not any(a.state is AllocationState.UNKNOWN and not a.is_queued for a in self.allocations):
             self.skew_s = by
 
     @rule(pick=st.integers(0, 10**6))
@@ -182,13 +191,13 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         self.polled_at = self.now + self.skew_s
-        shown = Shown([job.info() for job in self.jobs if not job.forgotten])
+        shown = PolledJobs([job.info() for job in self.jobs if not job.forgotten])
         for mine in self.allocations:
-            waits = mine.queued
-            if mine.live:
-                observe(mine, shown.of(mine), self.polled_at, HORIZON_S)
-            assert mine.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
-            follow(mine, shown.of(mine), self.polled_at, {})
+            waits = mine.is_queued
+            if mine.is_live:
+                observe(mine, shown.jobs_of(mine), self.polled_at, HORIZON_S)
+            assert mine.is_queued == waits, "Slurm has never heard of it, so no poll says anything about it"
+            follow(mine, shown.jobs_of(mine), self.polled_at, {})
 
     @invariant()
     def within_the_budget(self) -> None:
@@ -252,7 +261,7 @@ def test_a_poll_tells_what_was_held() -> None:
     assert not follow(mine, [job.info()], NOW + 60, {"n1": 8})
     assert mine.limit_s == 900.0, "Slurm granted more than was asked for"
     job.state, job.end_at = "CANCELLED", NOW + 70
-    assert follow(mine, [job.info()], NOW + 90, {}) and mine.settled
+    assert follow(mine, [job.info()], NOW + 90, {}) and mine.is_settled
     assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
@@ -270,9 +279,9 @@ def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     attempts = {"5.1": span(NOW - 1000, NOW - 900), "5": span(NOW)}
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans=attempts)
     assert follow(mine, [], NOW + 100_000, {})
-    assert not mine.settled, "one answer may be wrong"
+    assert not mine.is_settled, "one answer may be wrong"
     assert follow(mine, [], NOW + 100_030, {})
-    assert mine.settled and mine.end_guessed
+    assert mine.is_settled and mine.end_guessed
     assert [each.end_at for each in attempts.values()] == [NOW - 900, NOW + 600]
 
 

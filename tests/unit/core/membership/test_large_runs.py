@@ -137,7 +137,7 @@ class Life:
             agent.end(0)
             self.there.remove(agent)
         agent.leave()
-        made.settled = True
+        made.is_settled = True
         self.talk.book.close(self.run, made)
 
     def pass_time(self) -> None:

@@ -41,7 +41,7 @@ def test_a_delay_lasts_until_our_node_is_free() -> None:
 
 
 def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.core.neighbour.watch.KEPT", 100)
+    monkeypatch.setattr("fallow.core.neighbour.watch.MAX_JOBS", 100)
     delays, waits = Delays(), [100.0, 0.0, *(1.0 + number % 20 for number in range(299))]
     for number, wait in enumerate(waits):
         at, name = NOW + 1000.0 * number, str(number)

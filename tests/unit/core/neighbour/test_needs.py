@@ -66,7 +66,7 @@ def test_what_could_not_start_without_us_either_changes_nothing(job: JobInfo) ->
 @pytest.mark.parametrize("hurried", [False, True])
 def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurried: bool, plugin: str | None) -> None:
     """Args: plugin: what the site's job_submit plugin writes in place of comments; None: it leaves them alone."""
-    token = new_token("r-1", AllocationKind.HARVEST, 3, "0a1b2c", hurried=hurried)
+    token = new_token("r-1", AllocationKind.HARVEST, 3, "0a1b2c", normal_priority=hurried)
     options = harvest_options(
         RunSpec(run="r", name="r", min_nodes=1, max_nodes=2), token, "p", 5, "o", 1, has_normal_priority=hurried
     )
@@ -109,7 +109,7 @@ def test_nodes_of_several_heads_are_given_back_together_and_each_gives_its_own_f
     for job in (waits("1", 4), waits("1", 3, required_nodes=["n4"])):
         assert given_back(standing(nodes, [job, *known], ours)) == [], "others' own jobs stay"
     # A job of normal priority stays, too, whoever asked for it.
-    normal = new_token("s-1", AllocationKind.HARVEST, 3, "0a1b2c", hurried=True)
+    normal = new_token("s-1", AllocationKind.HARVEST, 3, "0a1b2c", normal_priority=True)
     hurried = runs("7", ["n3"], name=normal, comment=normal)
     assert given_back(standing(nodes, [waits("1", 3), *known[:2], hurried], ours)) == []
     # What is being left is as good as free.
@@ -195,7 +195,7 @@ def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_pick
 
 
 def test_a_hurried_job_takes_no_node_of_its_own_run() -> None:
-    hurried = held("fast", 0, PENDING, hurried=True)
+    hurried = held("fast", 0, PENDING, has_normal_priority=True)
     job = waits("1", name=hurried.token, user="me")
     assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == [], "the run would have no more than before"
     hurried.run = "other"

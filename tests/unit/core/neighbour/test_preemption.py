@@ -13,7 +13,7 @@ from fallow.core.checks import site as checks
 from fallow.core.checks.site import Level
 from fallow.core.neighbour.permission import BASIC_NICE, MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.planning.rules import HarvestRules, harvestable
+from fallow.core.planning.rules import HarvestRules, harvestable_partitions
 from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient
@@ -27,7 +27,7 @@ def busy_and_idle(*partitions: PartitionInfo, jobs: tuple[JobInfo, ...] = ()) ->
 
 
 def refused(state: ClusterState, config: ClusterConfig | None = None, **told: bool) -> dict[str, str]:
-    allowed = {"unseen": False, "allow_unfair": False, **told}
+    allowed = {"are_jobs_hidden": False, "allow_unfair": False, **told}
     return dict(refusals(state, config or site(), **allowed))
 
 
@@ -82,7 +82,7 @@ def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(
 def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the_others() -> None:
     mixed = replace(PLAIN, preempt_mode="CANCEL", unpreempted=frozenset(PLAIN.nodes[:1]))
     state = busy_and_idle(mixed)
-    found = refused(state, unseen=True)
+    found = refused(state, are_jobs_hidden=True)
     assert found["plain"].startswith("on nodes where nobody preempts its jobs: others' jobs cannot be seen")
     assert not refused(state)
     (check,) = checks.partitions(state, ["plain"], True, found)
@@ -100,7 +100,7 @@ def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> No
     """Slurm would refuse it every time."""
     pair = replace(PLAIN, min_nodes=2, preempt_mode=preempt_mode)
     found = refused(busy_and_idle(pair), allow_unfair=True)
-    assert found == {"plain": "its jobs have 2 nodes at least, a request has one"}
+    assert found == {"plain": "its jobs need at least 2 nodes, and a request has one"}
     (check,) = checks.partitions(busy_and_idle(pair), ["plain"], True, found)
     assert (check.level, check.text) == (Level.FAIL, found["plain"])
     (check,) = checks.partitions(busy_and_idle(pair), [], True, found)
@@ -110,8 +110,8 @@ def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> No
 def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     secretive = site(private_data=["jobs"])
     assert Visibility().look(busy_and_idle(), secretive)
-    found = refused(busy_and_idle(), secretive, unseen=True)
-    assert found == {"plain": "others' jobs cannot be seen, and nothing would take a node from us for them"}
+    found = refused(busy_and_idle(), secretive, are_jobs_hidden=True)
+    assert found == {"plain": "others' jobs cannot be seen, and Slurm would not preempt ours for them"}
     # Nobody says so, but n1 is in use by nobody, poll after poll.
     watching = Visibility()
     assert [watching.look(busy_and_idle(), site()) for _ in range(4)] == [False, False, True, True]
@@ -160,7 +160,7 @@ def seen(text: str, site: ClusterConfig | None, qos: str | None = None) -> Clust
 
 def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) -> list[str]:
     """Partitions that are harvested by default."""
-    return [p.partition for p in harvestable(seen(text, configured(kind, modes), qos), HarvestRules())]
+    return [p.partition for p in harvestable_partitions(seen(text, configured(kind, modes), qos), HarvestRules())]
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
         "all": (True, {"n3", "n4"}),
         "low": (True, {"n5", "n6"}),
     }
-    kept = {p.partition: p.nodes for p in harvestable(state, HarvestRules())}
+    kept = {p.partition: p.nodes for p in harvestable_partitions(state, HarvestRules())}
     assert kept == {"all": ["n1", "n2"], "low": ["n3", "n4"]}
     allowed = HarvestRules(allow_without_preemption=True)
-    assert {p.partition: len(p.nodes) for p in harvestable(state, allowed)} == {"top": 2, "all": 4, "low": 4}
-    unfair = HarvestRules(allow_without_preemption=True, refused={"all": "on some nodes: unfair", "top": "unfair"})
-    assert {p.partition: p.nodes for p in harvestable(state, unfair)} == {
+    assert {p.partition: len(p.nodes) for p in harvestable_partitions(state, allowed)} == {"top": 2, "all": 4, "low": 4}
+    unfair = HarvestRules(allow_without_preemption=True, refusals={"all": "on some nodes: unfair", "top": "unfair"})
+    assert {p.partition: p.nodes for p in harvestable_partitions(state, unfair)} == {
         "all": ["n1", "n2"],
         "low": ["n3", "n4", "n5", "n6"],
     }

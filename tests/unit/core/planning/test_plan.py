@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, preempting, request, runs, waits
 from fallow.core.allocations import Allocation
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Known
+from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import Action
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
@@ -18,7 +18,7 @@ from fallow.model import AllocationState, ClusterState, JobInfo
 from planning import actions, asked, planned
 
 RULES = HarvestRules(max_pending=8)
-AHEAD = HarvestRules(max_pending=8, ahead=2)
+AHEAD = HarvestRules(max_pending=8, max_ahead=2)
 RUN = Demand("r", 5)
 TAKEN = [node(name, "ALLOCATED") for name in ("n1", "n2", "n3")]
 THEIRS = [runs("1", ["n1"], end_at=NOW + 900.0), runs("2", ["n2"], end_at=NOW + 60.0), runs("3", ["n3"])]
@@ -30,7 +30,7 @@ def busy(*jobs: JobInfo, **of_p: Any) -> ClusterState:
 
 
 def ahead(token: str = "h1", waited_s: float = 60.0, **more: Any) -> Allocation:
-    return request(token, waited_s, **{"minutes": 120, "ahead": True, **more})
+    return request(token, waited_s, **{"minutes": 120, "requested_ahead": True, **more})
 
 
 def beside(*idle: str) -> ClusterState:
@@ -47,7 +47,7 @@ def held(run: str, token: str, name: str, age_s: float = 60.0) -> tuple[Allocati
 
 
 def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_them_back() -> None:
-    assert actions(busy(), [RUN], [], AHEAD) == [Ask("r", "p", 120, ahead=True)] * 2
+    assert actions(busy(), [RUN], [], AHEAD) == [Ask("r", "p", 120, requested_ahead=True)] * 2
     alone = replace(AHEAD, allow_without_preemption=True)
     mine, ours = held("r", "h1", "n1")
     for state, demand, held_nodes, rules, number in (
@@ -61,7 +61,7 @@ def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_t
         (preempting(TAKEN[:1], [ours]), RUN, [mine], AHEAD, 0),  # its own
     ):
         assert len(asked(state, [demand], held_nodes, rules)) == number
-    known = Known()
+    known = Knowledge()
     known.backoff.strike("AssocMaxJobsLimit", RUN.asker, "p", 30, NOW - 600.0)
     assert len(asked(busy(), [RUN], [], AHEAD, known)) == 1, "after a limit of its account one is tried"
 
@@ -76,20 +76,20 @@ def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
 def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ahead() -> None:
     run, two = Demand("r", 0), [ahead(), ahead("h2", minutes=119)]
     found = planned(beside("m1"), [run], two, AHEAD)
-    assert [wish.reason for wish in found.withdrawals] == ["an idle node is asked for instead"]
+    assert [wish.reason for wish in found.withdrawals] == ["a request for an idle node replaces it"]
     assert found.asks == (Ask("r", "other", 120),)
     assert found.unused == {"m1": "asked for: a request waits for Slurm to start it"}
     # Whatever room it takes is free then.
-    capped = HarvestRules(max_nodes=2, ahead=2)
+    capped = HarvestRules(max_nodes=2, max_ahead=2)
     assert actions(beside("m1"), [Demand("r", 1)], two, capped) == list(found.actions)
 
 
 def test_a_request_that_waits_ahead_is_left_where_the_idle_node_is_of_no_use() -> None:
     for state, demand, mine in (
-        (beside("m1"), Demand("r", 0, barred=frozenset({"m1"})), [ahead()]),
+        (beside("m1"), Demand("r", 0, excluded_nodes=frozenset({"m1"})), [ahead()]),
         (beside("m1"), Demand("r", 0, budget_node_s=0.0), [ahead()]),
         (preempting([node("n1")]), Demand("r", 0), [ahead(waited_s=5000.0)]),  # it gets it itself
-        (beside("m1"), Demand("r", 0), [ahead(ahead=False)]),
+        (beside("m1"), Demand("r", 0), [ahead(requested_ahead=False)]),
         (beside("m1"), Demand("r", 0), [ahead(asked_at=NOW), ahead("h2"), request("n1", 0.0, partition="other")]),
     ):
         assert actions(state, [demand], mine, AHEAD) == []
@@ -100,7 +100,7 @@ WAITING_RUN, TAKER = Demand("r", 1, partitions=("p",)), Demand("b", 2, partition
 
 def passes(most: int, taker: Demand = TAKER, mine: Allocation | None = None) -> list[Action]:
     """The plan where r waits for a node, b can use two idle ones, and so many nodes may be held."""
-    rules = HarvestRules(max_nodes=most, max_pending=8, ahead=1 if most > 1 else 2)
+    rules = HarvestRules(max_nodes=most, max_pending=8, max_ahead=1 if most > 1 else 2)
     waiting = [ahead(waited_s=5.0) if mine is None else mine]
     found, turned = (
         actions(beside("m1", "m2"), demands, waiting, rules) for demands in ([WAITING_RUN, taker], [taker, WAITING_RUN])
@@ -111,11 +111,11 @@ def passes(most: int, taker: Demand = TAKER, mine: Allocation | None = None) -> 
 
 def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_idle_node() -> None:
     """At once; it kept the place for as long as a request is waited for."""
-    assert passes(1) == [Withdraw("h1", "an idle node is asked for instead"), Ask("b", "other", 120)]
+    assert passes(1) == [Withdraw("h1", "a request for an idle node replaces it"), Ask("b", "other", 120)]
     assert [type(wish) for wish in passes(2)] == [Withdraw, Ask, Ask], "the second idle node takes the place, too"
     assert [type(wish) for wish in passes(3)] == [Ask, Ask], "there is room for all"
     assert passes(1, replace(TAKER, nodes=0)) == []
-    assert passes(1, mine=ahead(waited_s=5.0, ahead=False)) == []
+    assert passes(1, mine=ahead(waited_s=5.0, requested_ahead=False)) == []
     # That is the end of it: whoever has a node keeps it, whatever others would wait for.
     for state, nodes in ((AllocationState.PENDING, []), (AllocationState.RUNNING, ["m1"])):
         has = allocation("b1", state, run="b", partition="other", requested_at=NOW, minutes=120, nodes=nodes)
@@ -124,7 +124,7 @@ def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_id
 
 def test_a_request_ahead_waits_as_long_as_it_takes() -> None:
     gone = [Withdraw("h1", "Slurm did not start it within 600 s")]
-    old, idle = ahead(waited_s=5000.0), ahead(waited_s=5000.0, ahead=False)
+    old, idle = ahead(waited_s=5000.0), ahead(waited_s=5000.0, requested_ahead=False)
     assert actions(busy(), [Demand("r", 0)], [old], AHEAD) == []
     short = ahead(waited_s=5000.0, minutes=119)
     elsewhere = replace(AHEAD, partitions=("other",))
@@ -155,15 +155,20 @@ def three_idle_nodes() -> ClusterState:
 
 MOST = "limited: as many nodes are held as [harvest] max_nodes allows"
 MOST_OF_P = "limited: as many nodes of p are held as [harvest] partition_nodes allows"
-GREEDY = Demand("r", 3, barred=frozenset({"n3"}))
+GREEDY = Demand("r", 3, excluded_nodes=frozenset({"n3"}))
 
 
 def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
-    state, barred = three_idle_nodes(), "barred: the run does without it"
-    needless = "not needed: no run would gain from it, or may pay for it"
-    assert unused(state, [Demand("r", 1, barred=GREEDY.barred)]) == {"n1": ASKED, "n2": needless, "n3": barred}
-    too_short = "too short: somebody else has it in 50 s, and at least 2 min are asked for"
-    assert unused(state, [GREEDY]) == {"n1": ASKED, "n2": too_short, "n3": barred}
+    state, excluded = three_idle_nodes(), "excluded: the run does not use this node"
+    needless = "not needed: no run gains from it within its budget"
+    modest = Demand("r", 1, excluded_nodes=GREEDY.excluded_nodes)
+    assert unused(state, [modest]) == {
+        "n1": ASKED,
+        "n2": needless,
+        "n3": excluded,
+    }
+    too_short = "too short: another job gets the node in 50 s, and a request lasts at least 2 min"
+    assert unused(state, [GREEDY]) == {"n1": ASKED, "n2": too_short, "n3": excluded}
     assert set(unused(state, []).values()) == {"not needed: there is no run"}
     assert set(unused(state, [Demand("r", 0)]).values()) == {"not needed: no run wants more nodes"}
 
@@ -171,7 +176,7 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("rules", "hurried", "why"),
     [
-        (HarvestRules(max_pending=1), [], "too many requests: 1 wait already, as many as may at once"),
+        (HarvestRules(max_pending=1), [], "too many requests: 1 wait, and no more may wait now"),
         (HarvestRules(max_nodes=1), [], MOST),
         # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
         (HarvestRules(max_nodes=3), ["p"] * 2, MOST),
@@ -179,7 +184,7 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
     ],
 )
 def test_a_node_that_a_limit_keeps_idle_names_it(rules: HarvestRules, hurried: list[str], why: str) -> None:
-    normal = (allocation(f"t{i}", hurried=True, partition=name) for i, name in enumerate(hurried))
+    normal = (allocation(f"t{i}", has_normal_priority=True, partition=name) for i, name in enumerate(hurried))
     found = unused(three_idle_nodes(), [GREEDY], rules, (request(), *normal))
     assert (found["n1"], found["n2"]) == (ASKED, why)
 
@@ -188,7 +193,7 @@ def test_a_node_that_a_limit_keeps_idle_names_it(rules: HarvestRules, hurried: l
     ("mode", "rules", "why"),
     [
         ("REQUEUE", HarvestRules(partitions=("other",)), "the configuration does not name the partition"),
-        ("OFF", HarvestRules(partitions=("p",), refused={"p": "others' jobs are hidden"}), "others' jobs are hidden"),
+        ("OFF", HarvestRules(partitions=("p",), refusals={"p": "others' jobs are hidden"}), "others' jobs are hidden"),
     ],
 )
 def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too(mode: str, rules: HarvestRules, why: str) -> None:

@@ -14,7 +14,7 @@ from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.model import AllocationState, ClusterState
 from planning import planned
 
-INSTEAD = "an idle node is asked for instead"
+INSTEAD = "a request for an idle node replaces it"
 
 
 class Drawn(NamedTuple):
@@ -42,7 +42,7 @@ def situations(draw: st.DrawFn) -> Drawn:
     for i in range(draw(st.integers(0, 3))):
         reason = draw(st.sampled_from(["", "Resources", "QOSMaxJobsPerUserLimit"]))
         waited_s, ahead = draw(st.integers(0, 700)), draw(st.booleans())
-        allocations.append(request(f"p{i}", waited_s, run="a", minutes=30, reason=reason, ahead=ahead))
+        allocations.append(request(f"p{i}", waited_s, run="a", minutes=30, reason=reason, requested_ahead=ahead))
     rules = HarvestRules(
         allow_without_preemption=draw(st.booleans()),
         max_pending=draw(st.integers(1, 8)),
@@ -50,7 +50,7 @@ def situations(draw: st.DrawFn) -> Drawn:
         max_nodes=draw(st.none() | st.integers(0, 12)),
         partition_nodes=draw(st.just({}) | st.fixed_dictionaries({"p": st.integers(0, 10)})),
         lead_s=draw(st.sampled_from([0.0, 600.0])),
-        ahead=draw(st.integers(0, 2)),
+        max_ahead=draw(st.integers(0, 2)),
         whole_nodes=draw(st.booleans()),
     )
     budgets, kind = st.none() | st.integers(0, 30_000).map(float), Kind(gpus=1, part_gpus=1)
@@ -66,14 +66,14 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(drawn: Drawn) -> None:
     found = planned(state, demands, allocations, rules)
     assert found == planned(state, demands, allocations, rules), "nothing has changed"
     new = found.asks
-    assert sum(1 for ask in new if ask.ahead) <= rules.ahead
+    assert sum(1 for ask in new if ask.requested_ahead) <= rules.max_ahead
     withdrawn = {wish.token for wish in found.withdrawals}
     pending = [a for a in allocations if a.state is AllocationState.PENDING and a.token not in withdrawn]
     running = [a for a in allocations if a.state is AllocationState.RUNNING]
     assert not new or len(pending) + len(new) <= rules.max_waiting
     # One that came too late waits for what others leave, and keeps nobody from asking.
-    plain = [ask for ask in new if not ask.ahead]
-    young = [a for a in pending if not a.ahead and NOW - a.requested_at <= rules.start_patience_s]
+    plain = [ask for ask in new if not ask.requested_ahead]
+    young = [a for a in pending if not a.requested_ahead and NOW - a.requested_at <= rules.start_patience_s]
     assert not plain or len(young) + len(plain) <= rules.max_pending
     there = [ask for ask in new if ask.partition == "p"]
     for most, some in ((rules.max_nodes, new), (rules.partition_nodes.get("p"), there)):
@@ -84,7 +84,7 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(drawn: Drawn) -> None:
     idle = [n.node for n in state.nodes if n.state == "IDLE"]
     lengths = sorted(((ends.get(name, 1e18) - NOW) / 60 for name in idle), reverse=True)
     # Slurm may put them anywhere: the longest fits somewhere, the second longest somewhere else, and so on.
-    whole = sorted((ask.minutes for ask in new if ask.part is None and not ask.ahead), reverse=True)
+    whole = sorted((ask.minutes for ask in new if ask.part is None and not ask.requested_ahead), reverse=True)
     assert all(minutes <= length for minutes, length in zip(whole, lengths, strict=False)) and len(whole) <= len(idle)
     for ask in new:
         assert rules.min_minutes <= ask.minutes <= rules.max_minutes

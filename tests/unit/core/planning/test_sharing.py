@@ -15,10 +15,10 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Part
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pooled, speeds
-from fallow.core.planning.known import Known
+from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pool_curves, speeds
+from fallow.core.planning.knowledge import Knowledge
 from fallow.core.planning.plan import Action
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, linear, values
 from fallow.core.planning.withdrawals import Withdraw
@@ -121,9 +121,9 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     both = poll_of(idle, partitions=[partition(name, names, preempt_mode="REQUEUE") for name in "pq"])
     assert [type(wish) for wish in actions(both, demands, site.mine, RULES)] == [Ask], "what is idle comes first"
     # What the first run waits for goes, too: it would take the node back.
-    waits, steady = request("w", run="rich", minutes=120, ahead=True), Worth(linear(64), base=24)
+    waits, steady = request("w", run="rich", minutes=120, requested_ahead=True), Worth(linear(64), base=24)
     eager = [replace(demands[0], worth=steady), demands[1]]
-    wishes = actions(site.cluster(), eager, [*site.mine, waits], replace(MANY, ahead=1))
+    wishes = actions(site.cluster(), eager, [*site.mine, waits], replace(MANY, max_ahead=1))
     assert Withdraw("w", "another run gains more from it") in wishes
 
 
@@ -133,7 +133,7 @@ def test_a_held_node_stays_where_the_other_run_could_not_have_it_for_long_or_ask
     for fixed in ({"end_at": NOW + 599.0}, {"part": Part("b0", 1, "", 1, 0)}):
         assert actions(site.cluster(), demands, [replace(a, **fixed) for a in site.mine], MANY) == []
     # After a limit of its account one request is tried: the other nodes would go back to the first run, after stalls.
-    known, tight = Known(), Asker("tight")
+    known, tight = Knowledge(), Asker("tight")
     known.backoff.strike("AssocMaxJobsLimit", tight, "q", 30, NOW - 600.0)
     limited = [demands[0], replace(demands[1], asker=tight)]
     assert len(actions(site.cluster(), limited, site.mine, MANY, known)) == 1
@@ -228,7 +228,7 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         run: {
             "min_minutes": data.draw(st.sampled_from([2, 2, 180])),
             "budget_node_s": data.draw(st.sampled_from([None, None, 0.0, 600.0])),
-            "barred": frozenset(data.draw(st.sampled_from([[], ["p0", "b0"]]))),
+            "excluded_nodes": frozenset(data.draw(st.sampled_from([[], ["p0", "b0"]]))),
         }
         for run in most
     }
@@ -296,24 +296,24 @@ def test_newer_measurements_replace_older_ones_and_memory_is_bounded() -> None:
     curve = learned(8, {2: 10.0})
     for _ in range(40):
         curve.observe(2, 1.0, 60.0, NOW)
-    assert curve.seen[2].step_s == pytest.approx(1.0, rel=0.2)
-    assert curve.seen[2].weight_s == MEMORY_S
+    assert curve.measurements[2].step_s == pytest.approx(1.0, rel=0.2)
+    assert curve.measurements[2].weight_s == MEMORY_S
     for m in range(1, 200):
         curve.observe(m, 1.0, 15.0 if m != 2 else 600.0, NOW + m)
-    assert len(curve.seen) == SIZES
-    assert 2 in curve.seen, "the least certain goes first"
+    assert len(curve.measurements) == SIZES
+    assert 2 in curve.measurements, "the least certain goes first"
     assert len(msgspec.msgpack.encode(curve)) < 2500
 
 
 def test_earlier_runs_of_the_same_script_tell_what_to_expect() -> None:
     before = learned(8, {1: 8.0, 4: 2.4}, 1.0)
-    merged = pooled(Curve(), [before], NOW)
-    assert set(merged.seen) == {1, 4}
+    merged = pool_curves(Curve(), [before], NOW)
+    assert set(merged.measurements) == {1, 4}
     assert merged.shard_s == 1.0
     own = Curve()
     own.observe(4, 4.8, MEMORY_S, NOW)
-    both = pooled(own, [before], NOW)
-    assert 3.6 < both.seen[4].step_s < 4.8, "own measurements count more"
+    both = pool_curves(own, [before], NOW)
+    assert 3.6 < both.measurements[4].step_s < 4.8, "own measurements count more"
     later = NOW + 60 * 86400.0
     own.observe(4, 4.8, 60.0, later)
-    assert pooled(own, [before], later).seen[4].step_s > 4.7, "old ones fade"
+    assert pool_curves(own, [before], later).measurements[4].step_s > 4.7, "old ones fade"

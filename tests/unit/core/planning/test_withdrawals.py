@@ -10,8 +10,8 @@ from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Known, Unstarted
+from fallow.core.planning.knowledge import Knowledge, UnschedulableNodes
+from fallow.core.planning.requests import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState, NodeInfo, ReservationInfo
@@ -69,7 +69,7 @@ def test_a_node_is_replaced_by_an_idle_one_before_its_time_is_over() -> None:
         (Demand("r", 0), [ending(), request("s", 1.0, replaces="h", minutes=30)]),
         (Demand("r", 0), [ending(130.0)]),
         (Demand("r", -1), [ending()]),
-        (Demand("r", 0, renew=False), [ending()]),
+        (Demand("r", 0, can_renew=False), [ending()]),
         (Demand("r", 0), [short]),  # not for half of the time of a lease of 2 min
     ):
         assert actions(state, [demand], mine, LEAD) == []
@@ -108,7 +108,7 @@ class Head:
 
     def __init__(self, starts: Callable[[Allocation, float], str]) -> None:
         self.starts = starts
-        self.known = Known()
+        self.knowledge = Knowledge()
         self.pending: dict[str, Allocation] = {}
         self.log: list[tuple[float, str, str]] = []
         self.busy: set[str] = set()
@@ -117,9 +117,9 @@ class Head:
     def poll(self, nodes: list[NodeInfo], *demands: Demand, rules: HarvestRules = SHARING) -> None:
         now = NOW + self.at
         state = preempting([n for n in nodes if n.node not in self.busy], at=now)
-        self.known.unstarted = self.known.unstarted.look(state)
-        found = planned(state, list(demands), list(self.pending.values()), rules, self.known)
-        self.known = found.known
+        self.knowledge.unschedulable = self.knowledge.unschedulable.after_poll(state)
+        found = planned(state, list(demands), list(self.pending.values()), rules, self.knowledge)
+        self.knowledge = found.knowledge
         for wish in found.actions:
             if isinstance(wish, Withdraw):
                 gone = self.pending.pop(wish.token)
@@ -166,9 +166,11 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     assert 90.0 < head.at <= 130.0
     head.poll([bad], Demand("r", 1))
     assert len(head.asked()) == 1
-    declined_s = head.known.unstarted.declined_s
-    assert declined_s("bad", "p", Demand("other", 1, kind=Kind(gpus=1)).run_class, NOW) == 0.0
-    assert declined_s("bad", "p", Demand("other", 1, barred=frozenset({"n9"})).run_class, NOW) > 0.0, "all the same"
+    backoff_s = head.knowledge.unschedulable.backoff_s
+    assert backoff_s("bad", "p", Demand("other", 1, kind=Kind(gpus=1)).run_class, NOW) == 0.0
+    assert backoff_s("bad", "p", Demand("other", 1, excluded_nodes=frozenset({"n9"})).run_class, NOW) > 0.0, (
+        "all the same"
+    )
     # It stands for none of the requests that wait for others.
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
@@ -176,27 +178,27 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
 
 
 def test_a_node_is_not_left_alone_for_longer_where_the_clock_is_set_back() -> None:
-    unstarted, run_class, day_before = Unstarted(), Demand("r", 1).run_class, NOW - 86400.0
-    unstarted = unstarted.decline([("n", "p", run_class)], NOW)
-    assert unstarted.declined_s("n", "p", run_class, day_before) == 0.0
-    unstarted = unstarted.decline([("n", "p", run_class)], day_before)
-    assert unstarted.declined_s("n", "p", run_class, day_before) == 1200.0
+    unschedulable, run_class, day_before = UnschedulableNodes(), Demand("r", 1).run_class, NOW - 86400.0
+    unschedulable = unschedulable.back_off([("n", "p", run_class)], NOW)
+    assert unschedulable.backoff_s("n", "p", run_class, day_before) == 0.0
+    unschedulable = unschedulable.back_off([("n", "p", run_class)], day_before)
+    assert unschedulable.backoff_s("n", "p", run_class, day_before) == 1200.0
 
 
 def passed_over(nodes: list[NodeInfo], old: list[Allocation], *demands: Demand) -> dict[str, str]:
     """Token of a request that is taken back -> the node beside which it waited for too long."""
-    unstarted = Unstarted()
+    unschedulable = UnschedulableNodes()
     for ago_s in (1000.0, 0.0):
-        unstarted = unstarted.look(preempting(nodes, at=NOW - ago_s))
-    found = planned(preempting(nodes), demands, old, SHARING, Known(unstarted=unstarted))
-    return {wish.token: "" if wish.beside is None else wish.beside.node for wish in found.withdrawals}
+        unschedulable = unschedulable.after_poll(preempting(nodes, at=NOW - ago_s))
+    found = planned(preempting(nodes), demands, old, SHARING, Knowledge(unschedulable=unschedulable))
+    return {wish.token: "" if wish.idle_hole is None else wish.idle_hole.node for wish in found.withdrawals}
 
 
 def test_where_others_wait_slurm_takes_its_time() -> None:
     state, old = preempting([node("n1")], [waits("7", 9, partition="urgent", planned_nodes=["x"])]), request("h", 500.0)
-    unstarted = Unstarted().look(replace(state, at=NOW - 500.0))
+    unschedulable = UnschedulableNodes().after_poll(replace(state, at=NOW - 500.0))
     for state_then, gone in ((state, []), (replace(state, jobs=[]), ["h"])):
-        found = planned(state_then, [Demand("r", 0)], [old], SHARING, Known(unstarted=unstarted))
+        found = planned(state_then, [Demand("r", 0)], [old], SHARING, Knowledge(unschedulable=unschedulable))
         assert withdrawn(found.withdrawals) == gone
 
 

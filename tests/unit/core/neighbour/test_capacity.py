@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from builders import NOW, gpu_node, node, partition, runs, waits
 from fallow.core.kinds import alternatives
+from fallow.core.neighbour.capacity import Claim, FreeCapacity
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.neighbour.room import Claim, Room
 from fallow.core.neighbour.waiting import SiteRules, array_elements
 from fallow.model import JobInfo, NodeInfo, ReservationInfo
 from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standing
@@ -211,13 +211,13 @@ def test_constraints(text: str, features: str, fits: list[bool]) -> None:
 
 def test_unlike_jobs_of_one_size_look_at_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five hundred of them took eight seconds on ten thousand nodes that have processors left and no GPU."""
-    looks, really = [0], Room.is_large_enough
+    looks, really = [0], FreeCapacity.is_large_enough
 
-    def counted(room: Room, claim: Claim) -> bool:
+    def counted(capacity: FreeCapacity, claim: Claim) -> bool:
         looks[0] += 1
-        return really(room, claim)
+        return really(capacity, claim)
 
-    monkeypatch.setattr(Room, "is_large_enough", counted)
+    monkeypatch.setattr(FreeCapacity, "is_large_enough", counted)
     full = [gpu_node(f"n{i}", "MIXED", cpus_used=32, gpus_used=4, gpu_types_used={"": 4}) for i in range(50)]
     free = gpu_node("n99", "MIXED", cpus_used=32, gpus_used=3, gpu_types_used={"": 3})
     there = [runs(f"1{i}", [each.node], exclusive=False, cpus_per_node=32) for i, each in enumerate([*full, free])]

@@ -6,7 +6,7 @@ from builders import NOW, allocation, cluster, gpu_node, node, preempting, reque
 from fallow.config import Config
 from fallow.core import records
 from fallow.core.accounting.backoff import LONGEST_S, Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
-from fallow.core.planning.known import Known, Learner
+from fallow.core.planning.knowledge import Knowledge, Learner
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.slurm.harvest import BACKOFF, Harvest
 from fallow.model import AllocationState
@@ -21,7 +21,7 @@ def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
         mine = [(allocation(name, nodes=[name], start_at=at - 10.0), Asker()) for name in ours]
         nodes = [gpu_node(f"n{i}", "IDLE" if f"n{i}" in idle else "ALLOCATED") for i in range(9)]
         learner.take_in(preempting(nodes, at=at), mine, {"p"}, at)
-        return learner.known.experience.at_once(at)
+        return learner.knowledge.experience.arrivals_per_poll(at)
 
     assert at_once(0.0, "n1", "n2") == 0.0, "nobody knows since when"
     assert at_once(30.0, "n1", "n2", "n3", "n4") == 2.0
@@ -36,7 +36,7 @@ def test_each_start_is_taken_note_of_once() -> None:
     for at in (NOW - 5.0, NOW + 30.0, NOW + 60.0):
         mine = [(job, Asker()), (successor, Asker())] if at > NOW else []
         learner.take_in(cluster([], at=at), mine, [], at)
-    assert len(learner.known.experience.starts) == 1
+    assert len(learner.knowledge.experience.starts) == 1
 
 
 # -- what Slurm refuses ------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (60, None)
     demands = [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)]
     state = preempting([node("n1"), node("n2")])
-    found = asked(state, demands, [], HarvestRules(), Known(backoff=backoff))
+    found = asked(state, demands, [], HarvestRules(), Knowledge(backoff=backoff))
     minutes = {ask.run: ask.minutes for ask in found}
     assert minutes["b"] <= 60 < minutes["c"]
     assert backoff.strike("PartitionTimeLimit", BIO, "p", 100, NOW)
@@ -65,9 +65,9 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     backoff.forget(BIO)
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
     assert (backoff.until(BIO, "p"), backoff.until(CHEM, "p") > NOW) == (0.0, True)
-    assert [ask.run for ask in asked(state, demands, [], HarvestRules(), Known(backoff=backoff))] == ["b"]
+    assert [ask.run for ask in asked(state, demands, [], HarvestRules(), Knowledge(backoff=backoff))] == ["b"]
     assert backoff.strike("QOSNotAllowed", BIO, "p", 30, NOW)
-    assert asked(state, demands, [], HarvestRules(), Known(backoff=backoff)) == []
+    assert asked(state, demands, [], HarvestRules(), Knowledge(backoff=backoff)) == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:
     state, held, waits = cluster([]), allocation("t1", start_at=NOW - 100.0), request("t2")
     learner = Learner()
     learner.take_in(state, [(held, BIO), (waits, BIO)], [], NOW)
-    backoff = learner.known.backoff
+    backoff = learner.knowledge.backoff
     for _ in range(3):
         backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, backoff.owner_until(BIO) or NOW)
     assert backoff.owner_until(BIO) == NOW + 60.0 + 120.0 + 240.0

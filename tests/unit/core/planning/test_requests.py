@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import Part, planned_ends
-from fallow.core.kinds import Kind, likeness, may_use, within
+from fallow.core.kinds import Kind, likeness, may_use, with_reservations
 from fallow.core.neighbour.needs import assess
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.known import Experience, Known, Unstarted
+from fallow.core.planning.knowledge import Experience, Knowledge, UnschedulableNodes
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
+from fallow.core.planning.requests import Ask
+from fallow.core.planning.rules import Demand, HarvestRules, current_rules
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.situation import Situation
 from fallow.model import ClusterState, NodeInfo, ReservationInfo
@@ -47,7 +47,7 @@ def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin(
     start_s: float, least: int, minutes: list[int]
 ) -> None:
     """Nodes that took too long to begin leave requests as long as any may be, or none would be made in six hours."""
-    rules = allowed_now(HarvestRules(), None, Experience(starts=[(NOW - 60.0, start_s)]), NOW, 30.0)
+    rules = current_rules(HarvestRules(), None, Experience(starts=[(NOW - 60.0, start_s)]), NOW, 30.0)
     assert rules.min_minutes == least
     short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 390)])
     assert [ask.minutes for ask in asked(short, [Demand("r", 1)], [], rules)] == minutes
@@ -64,17 +64,17 @@ def test_a_request_is_shorter_than_its_hole_by_what_the_plan_of_slurm_is_rounded
 
 
 def test_what_does_not_start_beside_idle_nodes_was_too_long_and_is_asked_for_with_half_of_the_time() -> None:
-    nodes, known = [node("n1"), node("n2")], Known()
+    nodes, known = [node("n1"), node("n2")], Knowledge()
     late = request(waited_s=100.0, minutes=90, reason="Priority")
     unsure = preempting(nodes, [waits(partition="urgent", reason="Priority")])
     assert actions(preempting(nodes), [Demand("r", 0)], [late], RULES, known) == [], "Slurm is slow, nothing else"
     for seen_at in (NOW - 80.0, NOW - 100.0):
         assert actions(unsure, [Demand("r", 0)], [late], RULES, known) == [], "the nodes have only just fallen idle"
-        known.unstarted = Unstarted().look(replace(unsure, at=seen_at))
+        known.unschedulable = UnschedulableNodes().after_poll(replace(unsure, at=seen_at))
 
     def too_long(state: ClusterState) -> list[bool]:
         wishes = planned(state, [Demand("r", 0)], [late], RULES, known).withdrawals
-        return [wish.beside is not None and not wish.beside.sure for wish in wishes]
+        return [wish.idle_hole is not None and not wish.idle_hole.is_sure for wish in wishes]
 
     assert too_long(unsure) == [True]
     assert too_long(preempting(nodes)) == [False], "nobody else wants these"
@@ -133,7 +133,7 @@ def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> No
 
 def test_a_node_that_the_first_run_does_without_is_for_the_next_one() -> None:
     state, worth = preempting([node("n1")]), Worth(linear(8))
-    eager = Demand("r", 1, worth=Worth(tuple(9.0 * value for value in worth.values)), barred=frozenset({"n1"}))
+    eager = Demand("r", 1, worth=Worth(tuple(9.0 * value for value in worth.values)), excluded_nodes=frozenset({"n1"}))
     patient = Demand("r", 1, worth=eager.worth, min_minutes=180)
     other = Demand("b", 1, worth=worth)
     # Nor does a request stand for nodes that its run does without, and one that is cancelled for none at all.
@@ -169,15 +169,15 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
     state = cluster([node("n1"), node("n2")], partitions=MIXED)
     found = planned(state, [Demand("r", 5)], [], RULES)
     assert list(found.asks) == [Ask("r", "p", 120, exclude=("n2",))], "Slurm chooses the node"
-    assert "would not take it back" in found.unused["n2"]
+    assert "would not preempt" in found.unused["n2"]
     assert [ask.exclude for ask in asked(state, [Demand("r", 5)], [], ALLOWED)] == [()] * 2
     taken = cluster(
         [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")],
         [runs(name, [name], end_at=NOW + 60) for name in ("n1", "n2")],
         partitions=MIXED,
     )
-    ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, ahead=2))
-    assert {ask.exclude for ask in ahead if ask.ahead} == {("n2",)}
+    ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, max_ahead=2))
+    assert {ask.exclude for ask in ahead if ask.requested_ahead} == {("n2",)}
 
 
 @pytest.mark.parametrize(("budget_s", "asked_min"), [(-math.inf, []), (-1.0, []), (600.0, [10]), (math.inf, [60])])
@@ -203,7 +203,7 @@ def test_no_request_can_be_given_a_node_of_a_reservation_that_attracts_jobs() ->
     ):
         (ask,) = asked(replace(state, reservations=[reservation]), [Demand("r", 1)], [], RULES)
         assert ask.exclude == excluded
-    seen = within(replace(state, reservations=[kept]), ["course"])
+    seen = with_reservations(replace(state, reservations=[kept]), ["course"])
     for named, excluded in ("", ("n2",)), ("course", ("n1",)):
         (ask,) = asked(seen, [Demand("r", 1, kind=Kind(reservation=named))], [], RULES)
         assert ask.exclude == excluded, "another run of its owner names it"
@@ -241,7 +241,7 @@ def test_no_part_where_the_site_the_partition_or_the_run_takes_whole_nodes() -> 
 
 # -- nodes that power saving has put to sleep are left asleep ----------------------------------------------------------
 
-AWAKE = HarvestRules(max_pending=8, ahead=2)
+AWAKE = HarvestRules(max_pending=8, max_ahead=2)
 
 
 @pytest.mark.parametrize("flag", ["POWERED_DOWN", "POWERING_UP"])
@@ -254,7 +254,7 @@ def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
 def test_requests_that_wait_for_nodes_of_others_leave_sleeping_nodes_out_too() -> None:
     nodes = [gpu_node("n1", "ALLOCATED"), gpu_node("n2", "IDLE", "POWERED_DOWN")]
     found = asked(preempting(nodes, [runs("7", ["n1"])]), [Demand("r", 4)], [], AWAKE)
-    assert [(ask.ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
+    assert [(ask.requested_ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
 
 
 ASLEEP = gpu_node("n2", "IDLE", "POWERING_DOWN")
@@ -264,9 +264,9 @@ X86 = gpu_node("n3", arch="x86_64")
 @pytest.mark.parametrize(
     ("more", "excluded", "kind", "why"),
     [
-        ({}, set(), Kind(), "Slurm might give it n2, or wake that node for it"),
+        ({}, set(), Kind(), "Slurm might start it on n2, which it must exclude"),
         ({}, {"n2"}, Kind(), ""),
-        ({}, {"n2", "n3"}, Kind(), "n3 is awake and idle, and it leaves out that node"),
+        ({}, {"n2", "n3"}, Kind(), "it excludes n3, which is awake and idle"),
         ({}, {"n2", "n3"}, Kind(arch="aarch64"), ""),  # n3 is left out for another reason
         ({"reason": "Booting"}, set(), Kind(), ""),  # it has its node
     ],
