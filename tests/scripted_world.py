@@ -18,7 +18,7 @@ from fallow.model import SampleReport
 from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
-from fallow.worker.session.news import HeadNews
+from fallow.worker.session.head_status import HeadNews
 from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.build import Upcoming

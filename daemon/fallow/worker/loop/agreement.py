@@ -55,14 +55,14 @@ def check_places(openings: Sequence[Opening]) -> None:
     )
 
 
-def check_calls(openings: Sequence[Opening], mine: int) -> str:
+def check_calls(openings: Sequence[Opening], own_rank: int) -> str:
     """Refuse members that cut a step unlike each other, or are in unlike calls.
 
     Where those who came first agree, it is the others who are wrong.
 
     Args:
         openings: of all members, all at a step.
-        mine: this member's place among them.
+        own_rank: this member's place among them.
 
     Returns:
         Which newcomer the others have to do without, and why; empty: none.
@@ -72,17 +72,17 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
         Stranger: this member does, which came later than those.
     """
     first = min(range(len(openings)), key=lambda rank: openings[rank].since)
-    usual, refused = openings[first], {}
+    usual, differences = openings[first], {}
     for rank, one in enumerate(openings):
         if one.call == usual.call:
             continue
         text = _difference(one.call, rank, usual.call, first)
         if one.since == usual.since:
             raise Divergence(text)
-        refused[rank] = text
-    if mine in refused:
-        raise Stranger(refused[mine])
-    return next(iter(refused.values()), "")
+        differences[rank] = text
+    if own_rank in differences:
+        raise Stranger(differences[own_rank])
+    return next(iter(differences.values()), "")
 
 
 def check_cuts(openings: Sequence[Opening]) -> None:
@@ -93,8 +93,8 @@ def check_cuts(openings: Sequence[Opening]) -> None:
     """
     counts = {int(opening.value) for opening in openings} - {0}
     if len(counts) > 1:
-        known = " and ".join(map(str, sorted(counts)))
-        raise Divergence(f"step {openings[0].step}: the members cut it into {known} shards; {_SAME_WORK}")
+        numbers = " and ".join(map(str, sorted(counts)))
+        raise Divergence(f"step {openings[0].step}: the members cut it into {numbers} shards; {_SAME_WORK}")
 
 
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
@@ -123,10 +123,10 @@ def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> N
             f"step {step}: the members' optimizers have made {' and '.join(map(str, sorted(acts)))} steps since the "
             f"last inner loop; {_ALIKE}"
         )
-    seen, checksum = sum(part.samples for part in parts), sum(part.crc for part in parts)
-    if (seen, checksum) != (cut.samples, sum(cut.crcs)):
-        many = seen != cut.samples
-        what = f"{seen} samples, the step has {cut.samples}" if many else "other samples than the step has"
+    samples, checksum = sum(part.samples for part in parts), sum(part.crc for part in parts)
+    if (samples, checksum) != (cut.samples, sum(cut.crcs)):
+        many = samples != cut.samples
+        what = f"{samples} samples, the step has {cut.samples}" if many else "other samples than the step has"
         raise Divergence(f"step {step}: the members computed {what}; {_SAME_WORK}")
 
 
@@ -151,19 +151,19 @@ def ranked(openings: Sequence[Opening]) -> Ranks:
     op = max(openings[rank].op for rank in holders)
     newest = [rank for rank in holders if openings[rank].op == op]
     foremost = openings[newest[0]]
-    found = Ranks(newest, [], [], [])
+    ranks = Ranks(newest, [], [], [])
     for rank, one in enumerate(openings):
         is_there = one.op == op and one.kind in (foremost.kind, Kind.COMING)
         if not one.since or rank in newest or is_there:
             continue
         joint = one.op == op - 1 and one.kind in JOINT
         if one.standing == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
-            found.behind.append(rank)
+            ranks.behind.append(rank)
         elif joint:
-            found.late.append(rank)
+            ranks.late.append(rank)
         else:
-            found.stale.append(rank)
-    return found
+            ranks.stale.append(rank)
+    return ranks
 
 
 def _difference(one: Call, rank: int, usual: Call, first: int) -> str:
@@ -188,10 +188,10 @@ def _call(call: Call) -> str:
 
 
 def _whose(checksums: Sequence[int]) -> str:
-    most, others = majority_and_others(checksums)
-    if not len(most) > len(others) > 0:
+    majority, minority = majority_and_others(checksums)
+    if not len(majority) > len(minority) > 0:
         return ""
-    which = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of {len(checksums)}"
+    which = f"rank{'s' * (len(minority) > 1)} {', '.join(map(str, minority))} of {len(checksums)}"
     return (
         f" (the weights of {which} are not those of most members; if the script is not the reason, that node computes "
         "wrongly: leave it out)"

@@ -132,17 +132,17 @@ class Figures:
 
     def send(self) -> None:
         """Those on a device start for the host, in one copy."""
-        away = [value for value in self._values.values() if isinstance(value, torch.Tensor)]
-        if away:
-            self._arriving = to_host(torch.stack(away))
+        device_values = [value for value in self._values.values() if isinstance(value, torch.Tensor)]
+        if device_values:
+            self._arriving = to_host(torch.stack(device_values))
 
     def told(self) -> dict[str, dict[int, float]]:
         """By figure and shard, behind an event behind `send`."""
         arrived = iter(self._arriving.tolist())
-        found: dict[str, dict[int, float]] = {}
+        by_figure: dict[str, dict[int, float]] = {}
         for (name, shard), value in self._values.items():
-            found.setdefault(name, {})[shard] = next(arrived) if isinstance(value, torch.Tensor) else value
-        return found
+            by_figure.setdefault(name, {})[shard] = next(arrived) if isinstance(value, torch.Tensor) else value
+        return by_figure
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -212,11 +212,11 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def _means(notes: Iterable[dict[str, dict[int, float]]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for one in notes:
-        for name, by_shard in one.items():
-            found.setdefault(name, []).extend(by_shard.values())
-    return {name: exact_sum(values) for name, values in found.items()}
+    by_figure: dict[str, list[float]] = {}
+    for figures in notes:
+        for name, by_shard in figures.items():
+            by_figure.setdefault(name, []).extend(by_shard.values())
+    return {name: exact_sum(values) for name, values in by_figure.items()}
 
 
 _parts = msgspec.msgpack.Decoder(Part)

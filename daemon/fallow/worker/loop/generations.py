@@ -24,7 +24,7 @@ _HEALED = (
     "replaced. Does this node compute differently, or does the script change weights by hand?\n"
 )
 
-_ALONE = Plan(generation=0, replaces=0)
+_FIXED_WORLD_PLAN = Plan(generation=0, replaces=0)
 "A fixed world's only generation."
 
 _decode_parts = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -44,7 +44,7 @@ class Generations:
         self._member = member
         self._on_resize = on_resize
         self._voice = Voice()
-        self.plan = _ALONE
+        self.plan = _FIXED_WORLD_PLAN
         "of the generation at work"
         self.fresh = True
         "its members have not come together yet, or their weights have drifted apart since"
@@ -131,11 +131,11 @@ class Generations:
             parts = wait()
         except Interrupted:
             self._report_break()  # first: a sibling may be busy, and other nodes wait
-            heard = node.share(None)
-            if heard is None:
+            shared_bytes = node.share(None)
+            if shared_bytes is None:
                 raise
-            found: list[bytes] = _decode_parts(heard)
-            return found
+            sibling_parts: list[bytes] = _decode_parts(shared_bytes)
+            return sibling_parts
         node.share(msgspec.msgpack.encode(parts))
         return parts
 
@@ -263,11 +263,11 @@ class Generations:
                 member.saver.finish()
         self.depart(upcoming.generation)
 
-    def depart(self, left: int = 0) -> NoReturn:
+    def depart(self, first_without: int = 0) -> NoReturn:
         """Leave the run between two updates.
 
         Args:
-            left: the generation that was told to be without this worker; 0: nobody told it.
+            first_without: the generation that was told to be without this worker; 0: nobody told it.
 
         Raises:
             Released: always.
@@ -275,6 +275,6 @@ class Generations:
         member, session = self._member, self._member.session
         assert session is not None
         member.ledger.flush(LEAVING_S)
-        session.leave(member.group.generation, left or member.group.generation)
+        session.leave(member.group.generation, first_without or member.group.generation)
         self.released = True
         raise Released

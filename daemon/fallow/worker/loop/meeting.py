@@ -78,28 +78,28 @@ class Meeting:
         if self._exchange is not None:
             return
         member, fresh = self._member, self._generations.fresh
-        standing, place, prepared = member.standing, member.place, member.prepared
+        state_status, place, prepared = member.standing, member.place, member.prepared
         frozen, resting = prepared.modes.fingerprints() if fresh else (0, 0)
-        mine = Opening(
+        own_opening = Opening(
             generation=member.group.generation,
             op=place.position.op,
             kind=kind,
             step=place.position.step,
             bars_newcomers=bars_newcomers,
             ended=ended,
-            standing=standing.value,
+            standing=state_status.value,
             sums_of=sums_of,
             concluded=place.position.concluded,
-            whole=standing.whole,
+            whole=state_status.whole,
             since=place.since,
-            fingerprint=fingerprint(prepared.weights()) if fresh and standing.holds else 0,
+            fingerprint=fingerprint(prepared.weights()) if fresh and state_status.holds else 0,
             frozen=frozen,
             resting=resting,
             pace=member.pace.value,
             value=value,
             call=self.call,
         )
-        self._exchange = member.group.tell(pack(mine))
+        self._exchange = member.group.tell(pack(own_opening))
 
     def hear(self, kind: Kind) -> list[Opening]:
         """All members' openings of an operation of that kind, by rank.
@@ -135,10 +135,10 @@ class Meeting:
             self._interrupt("a member's script has ended inside of the loop")
         agreement.check_places(present)
         if present and present[0].kind == Kind.STEP:
-            mine = ranks.index(group.rank) if group.rank in ranks else 0
-            refused = agreement.check_calls(present, mine)
-            if refused:
-                self._interrupt(refused)
+            own_place = ranks.index(group.rank) if group.rank in ranks else 0
+            reason = agreement.check_calls(present, own_place)
+            if reason:
+                self._interrupt(reason)
             agreement.check_cuts(present)
 
     def _interrupt(self, reason: str) -> None:
@@ -169,7 +169,7 @@ class Meeting:
                 self.open(kind, **opening)
                 openings = self.hear(kind)
                 if not generations.fresh:
-                    return _met(kind, openings)
+                    return _result(kind, openings)
                 ranks = agreement.ranked(openings)
                 if ranks.behind:
                     # Those who are one operation behind learn what the others have concluded.
@@ -190,7 +190,7 @@ class Meeting:
                     return Met(where, member.place.position.outcome)
                 if ranks.late:
                     continue
-                met = _met(where, openings)
+                met = _result(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
                     self._follow(met)
                     member.place.went_back = member.place.in_sync  # the script has to look where they are
@@ -206,7 +206,7 @@ class Meeting:
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
         """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
-        member, group, standing = self._member, self._member.group, self._member.standing
+        member, group, state_status = self._member, self._member.group, self._member.standing
         for rank, one in enumerate(openings):
             if one.generation != group.generation:
                 raise FallowError(
@@ -221,23 +221,23 @@ class Meeting:
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
         able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
-        standing.whole = any(one.whole for one in openings)
+        state_status.whole = any(one.whole for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
             begun=bool(holders),
-            whole=standing.whole or not holders or bool(healed) or bool(ranks.stale),
+            whole=state_status.whole or not holders or bool(healed) or bool(ranks.stale),
             modes=[kind for kind in KINDS if len({getattr(openings[rank], kind) for rank in donors}) == 1],
         )
         if not holders and group.rank == donors[0]:
             saved = self._generations.restore()
             if saved is not None:
                 self.load(saved)
-        given = transfer(
-            group, member.prepared, standing, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
+        plain_values = transfer(
+            group, member.prepared, state_status, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
         )
-        if given is not None:
-            self._take_plain(given)
+        if plain_values is not None:
+            self._take_plain(plain_values)
         self._generations.entered(
             [one.pace for one in openings],
             Parts(drain=waited_s, state=time.monotonic() - began),
@@ -261,15 +261,15 @@ class Meeting:
                     Exit.TEMPFAIL,
                 )
             return [next(rank for rank, one in enumerate(openings) if one.standing == FRESH)], []
-        most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
-        if len(most) <= len(others) and self._member.prepared.reproducible:
+        majority, minority = majority_and_others([openings[rank].fingerprint for rank in holders])
+        if len(majority) <= len(minority) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
             raise FallowError(
                 f"generation {self._member.group.generation}: members that are equally far hold different weights "
                 f"({sums}) and none are the majority; the script changes weights outside the prepared optimizers, or "
                 "the nodes compute differently (processor, torch version)"
             )
-        return [holders[n] for n in most], [holders[n] for n in others]
+        return [holders[n] for n in majority], [holders[n] for n in minority]
 
     # ------------------------------------------------------------------------------------------- plain values of it
 
@@ -337,7 +337,7 @@ class Meeting:
         self.forget()
 
 
-def _met(kind: Kind, openings: Sequence[Opening]) -> Met:
+def _result(kind: Kind, openings: Sequence[Opening]) -> Met:
     """All members are at an operation; the mean over those that are in a joint call is what that call gives."""
     if kind is Kind.STEP:
         return Met(kind)

@@ -95,8 +95,8 @@ class Member:
         """Tell the loader at work, and those who look on, what this member will compute from here on."""
         if self.source is not None:
             at = self.place.position
-            wanted = Key(at.data_epoch, at.index, 0)
-            self.source.replan(wanted, lambda shards: [duty.shard for duty in self.duties(shards)])
+            next_key = Key(at.data_epoch, at.index, 0)
+            self.source.replan(next_key, lambda shards: [duty.shard for duty in self.duties(shards)])
             self.progress.tell(shards=self.division.shares(self.source.shards)[self.group.rank])
 
     def reached(self) -> Reached:

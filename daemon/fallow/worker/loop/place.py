@@ -256,12 +256,12 @@ class Place:
         Raises:
             Stranger: this newcomer is past the members' place.
         """
-        here, there = (self.mark, call), (self.position.mark, self.position.call)
+        script_place, members_place = (self.mark, call), (self.position.mark, self.position.call)
         if self._skips(call):
             return True
-        if not self.in_sync and here > there:
+        if not self.in_sync and script_place > members_place:
             raise self.stranger()
-        return here < there
+        return script_place < members_place
 
     def begin_call_with_members(self) -> None:
         """The script is in the call that the members are in."""
@@ -274,10 +274,10 @@ class Place:
         That is where a newcomer came while the members waited for each other there: what the script does from there on
         to the next call, they have not done yet.
         """
-        here = self.came_at_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
-        if here:
+        is_at_end = self.came_at_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
+        if is_at_end:
             self.in_sync, self.came_at_end = True, False
-        return here
+        return is_at_end
 
     def elsewhere(self, call: int | None) -> bool:
         """After a rollback, inside the call of that number: True if the members are in another place than here.

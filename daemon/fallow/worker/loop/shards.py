@@ -88,9 +88,9 @@ class RehearsedShards(InnerLoop):
             member.reduction.end_body()
             self._figures.send()
             member.group.wait_and_verify()
-            told = self._figures.told()
+            figures = self._figures.told()
             self.whole = True
-            self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
+            self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in figures.items()})
             raise StopIteration
         self.begun, self._weight = True, 1.0
         if 0 not in batches:
@@ -209,13 +209,13 @@ class Shards(InnerLoop):
 
     def _batch(self, key: Key) -> Any:
         """The shard's batch; where the step has phases each gets a copy of its own to work on."""
-        kept = self._update.batches
-        if key.shard in kept:
-            return copied(kept[key.shard])
+        batches = self._update.batches
+        if key.shard in batches:
+            return copied(batches[key.shard])
         batch = self._source.fetch(key)
         self._member.pace.loaded(self._source.load_s, self._source.processes)
         if self.phase:
-            kept[key.shard] = copied(batch)
+            batches[key.shard] = copied(batch)
         return batch
 
     def _record(self, shard: int) -> None:

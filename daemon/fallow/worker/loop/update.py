@@ -158,8 +158,8 @@ class Update:
         if self.generation != group.generation:  # not all members of the present one know of it
             return
         if outcome.checkpoint and member.saver is not None:
-            asked = outcome.checkpoints_asked
-            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, asked=asked)
+            requests = outcome.checkpoints_asked
+            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, asked=requests)
             if member.saver.leaves_alone:
                 member.saver.finish()
                 generations.depart()

@@ -80,10 +80,10 @@ class Loop:
         self.watch.begin_call()
         _ = member.reduction  # what it refuses, it refuses before others meet this member
         self.meeting.call, self.meeting.compared = self._call_to_compare(source, epochs, max_steps), -1
-        alone = session is None and member.group.size == 1
+        is_alone = session is None and member.group.size == 1
         self._in_call = True
         try:
-            with nullcontext() if alone else graphs_cut_at_buckets():
+            with nullcontext() if is_alone else graphs_cut_at_buckets():
                 if not place.joined:
                     if session is not None:
                         if session.news.newest.joins:
@@ -402,8 +402,8 @@ def _check_fixed_world(group: Group, prepared: Prepared) -> None:
     device = prepared.device
     own = [device.type, *(signature(prepared.devices()) if prepared.reproducible else ())]
     try:
-        first, *others = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
-        for rank, other in enumerate(others, start=1):
+        first, *signatures = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
+        for rank, other in enumerate(signatures, start=1):
             if other[0] != first[0]:
                 raise FallowError(
                     f"rank {rank} trains on a device of type {other[0]}, rank 0 on {first[0]}: move the model to the "

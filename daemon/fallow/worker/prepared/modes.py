@@ -50,11 +50,11 @@ class Modes:
     def load(self, exported: Sequence[str]) -> None:
         """Switch everything as it was where these lines were exported."""
         self.look()
-        known = set(exported)
-        for name, parameter in self._parameters if f"{_UNLIKE} frozen" not in known else ():
-            parameter.requires_grad_(f"frozen {name}" not in known)
-        for name, part in self._parts if f"{_UNLIKE} resting" not in known else ():
-            part.training = f"resting {name}" not in known  # not `train()`, which goes on to all modules inside
+        lines = set(exported)
+        for name, parameter in self._parameters if f"{_UNLIKE} frozen" not in lines else ():
+            parameter.requires_grad_(f"frozen {name}" not in lines)
+        for name, part in self._parts if f"{_UNLIKE} resting" not in lines else ():
+            part.training = f"resting {name}" not in lines  # not `train()`, which goes on to all modules inside
 
     def fingerprints(self) -> tuple[int, int]:
         """62 bits of what is frozen, and of what rests. Cheap: each step asks, and walking over modules takes 1 ms."""
@@ -73,8 +73,8 @@ def common(exports: Sequence[Sequence[str]]) -> list[str]:
     """What several members have exported, without a kind in which they differ."""
     switched: list[str] = []
     for kind in KINDS:
-        first, *others = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
-        switched += first if all(other == first for other in others) else [f"{_UNLIKE} {kind}"]
+        first, *further = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
+        switched += first if all(other == first for other in further) else [f"{_UNLIKE} {kind}"]
     return switched
 
 

@@ -165,7 +165,7 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
             return [kind.__name__, items]
         factory = getattr(value.default_factory, "__name__", "")
         if _FACTORIES.get(factory) is not value.default_factory:
-            raise _refused(where, f"defaultdict of {factory}")
+            raise _unsupported(where, f"defaultdict of {factory}")
         return ["defaultdict", items, factory]
     if kind is io.BytesIO:
         return ["bytesio", value.getvalue()]
@@ -174,18 +174,18 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         return ["np", array.dtype.str, list(array.shape), array.tobytes(), isinstance(value, np.generic)]
-    raise _refused(where, f"{kind.__module__}.{kind.__qualname__}")
+    raise _unsupported(where, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _pack_key(key: Any, where: str) -> list[Any]:
-    beside = Encoded()
-    packed = _pack(key, where, [], beside)
-    if beside.tensors:
-        raise _refused(where, "tensor as a key")
+    encoded = Encoded()
+    packed = _pack(key, where, [], encoded)
+    if encoded.tensors:
+        raise _unsupported(where, "tensor as a key")
     return packed
 
 
-def _refused(where: str, what: str) -> FallowError:
+def _unsupported(where: str, what: str) -> FallowError:
     return FallowError(
         f"{where}: its state holds a {what}, which cannot be handed to another member; "
         "return plain values, arrays and tensors from state_dict() and get_extra_state()",
@@ -269,11 +269,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
     """New tensors: those of the host in one block of memory, those with `on_device` on `device` each by itself."""
     is_away = [devices.asynchronous(device) and spec.on_device for spec in specs]
-    sizes = [0 if away else -(-spec.nbytes // _ALIGN) * _ALIGN for spec, away in zip(specs, is_away, strict=True)]
+    sizes = [
+        0 if in_device_memory else -(-spec.nbytes // _ALIGN) * _ALIGN
+        for spec, in_device_memory in zip(specs, is_away, strict=True)
+    ]
     parts = torch.split(_block(sum(sizes), pinned=pinned), sizes)
     tensors: list[torch.Tensor] = []
-    for spec, away, part in zip(specs, is_away, parts, strict=True):
-        flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device) if away else part[: spec.nbytes]
+    for spec, in_device_memory, part in zip(specs, is_away, parts, strict=True):
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device) if in_device_memory else part[: spec.nbytes]
         order = spec.order or list(range(len(spec.shape)))
         lying = flat.view(dtype_named(spec.dtype)).reshape([spec.shape[side] for side in order])
         tensors.append(lying.permute([order.index(side) for side in range(len(order))]))

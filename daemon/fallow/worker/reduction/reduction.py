@@ -210,7 +210,7 @@ class Reduction:
             raise self._mistake
         self._follow_stream()
         with torch.no_grad():
-            self._launch_ready(rest=True)
+            self._launch_ready(launch_all=True)
             self.buffers.share(self._group)
             self.arithmetic.conclude(self._group)
             self._group.wait_and_verify()  # only now may this member say that it has the sums
@@ -235,22 +235,22 @@ class Reduction:
         """
         self.sums_of = 0
         touched = numbers_in(sums.touched)
-        used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
+        used_buckets = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         if sums.is_void:
-            self._returning |= used
+            self._returning |= used_buckets
             return False
         # Not before: where the group breaks, some members may have heard of a void attempt and others not.
         self.repeated, self._returning = self.repeated + bool(self._returning), set()
         self._takes_gradients = False
         self.nothing = not touched
         with torch.no_grad():
-            for number in used:
+            for number in used_buckets:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
         self._most_of_late.setdefault(self._phase, deque([self._guess], maxlen=PATIENCE)).append(self._most)
         unused = enumerate(self._unused_sums())
-        self._unused[self._phase] = [unused_sums(before, is_used=n in used) for n, before in unused]
+        self._unused[self._phase] = [unused_sums(before, is_used=n in used_buckets) for n, before in unused]
         if sums.order is not None and self.order is None:
             self.order = sums.order
             self._lay_out()
@@ -391,11 +391,11 @@ class Reduction:
         else:
             self.arithmetic.add(bucket, arrived, weight)
 
-    def _launch_ready(self, *, rest: bool = False) -> None:
-        """Launch the next buckets that are complete, or the `rest` of them. Raises Interrupted."""
+    def _launch_ready(self, *, launch_all: bool = False) -> None:
+        """Launch the next buckets that are complete, all of them with `launch_all`. Raises Interrupted."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if not rest and (self._leave_at_end or bucket.count < bucket.expected):
+            if not launch_all and (self._leave_at_end or bucket.count < bucket.expected):
                 return
             self._add(bucket, bucket.take_waiting())
             if not bucket.has_left:
@@ -405,8 +405,8 @@ class Reduction:
 
     def _lay_out(self) -> None:
         self._buckets = lay_out(self._params, self._first_order if self.order is None else self.order)
-        found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
-        self._places[:] = [found[index] for index in range(len(self._params))]
+        places = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
+        self._places[:] = [places[index] for index in range(len(self._params))]
         self._unused = {}
         self._guess = [len(bucket.members) for bucket in self._buckets]
         "by bucket, gradients in a body of which nothing is known"

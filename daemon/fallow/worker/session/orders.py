@@ -54,21 +54,23 @@ class Orders:
         if order.end is not None:
             broken = max(broken, self._highest)
         self.given_up = max(self.given_up, broken)
-        known, build = self.upcoming, None
+        previous, build = self.upcoming, None
         if plan is not None and plan.generation > self._highest and order.end is None:
             self._highest = plan.generation
             build = self.upcoming = self._planned(plan)
-        elif known is not None and (plan is None or plan.generation != known.generation):
+        elif previous is not None and (plan is None or plan.generation != previous.generation):
             # A plan that is over by now says nothing of one that is committed.
-            self.upcoming = known if plan is None and order.committed == known.generation else None
+            self.upcoming = previous if plan is None and order.committed == previous.generation else None
         if self.upcoming is not None:
             self.upcoming.committed = order.committed == self.upcoming.generation
             self.upcoming.state_since = order.state_since
-        needed = {order.committed, plan.generation if plan is not None else 0}
-        self._lists = {generation: peers for generation, peers in self._lists.items() if generation in needed}
+        generations_needed = {order.committed, plan.generation if plan is not None else 0}
+        self._lists = {
+            generation: peers for generation, peers in self._lists.items() if generation in generations_needed
+        }
         return Moves(
             build=build if build is not None and not build.is_built else None,
-            drop=known if known is not self.upcoming else None,
+            drop=previous if previous is not self.upcoming else None,
             interrupt=broken,
         )
 
@@ -107,10 +109,10 @@ class Orders:
 
     def take(self) -> Upcoming:
         """Go over to the generation that is offered."""
-        taken, self.upcoming = self.upcoming, None
-        assert taken is not None
-        self.taken = taken.generation
-        return taken
+        upcoming, self.upcoming = self.upcoming, None
+        assert upcoming is not None
+        self.taken = upcoming.generation
+        return upcoming
 
 
 def _unknown(plan: Plan, reason: str) -> Upcoming:

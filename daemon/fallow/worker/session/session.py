@@ -19,7 +19,7 @@ from fallow.core.protocol import Heard, News, Setup, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.wire.frames import AgentChannel
-from fallow.worker.session.news import HeadNews
+from fallow.worker.session.head_status import HeadNews
 from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
@@ -64,7 +64,7 @@ class Session:
         # Of nobody, until the first message says who this worker is.
         self.orders = Orders(0, 0)
         self.groups = Groups("", None)
-        self._taken: Upcoming | None = None
+        self._current: Upcoming | None = None
         "the generation that this worker has gone over to last"
 
     # ------------------------------------------------------------------------------------------------ begin and end
@@ -148,16 +148,16 @@ class Session:
             self.orders.give_up(generation)
             self._speak()
 
-    def leave(self, last: int, left: int) -> None:
+    def leave(self, last: int, first_without: int) -> None:
         """This worker has passed the boundary behind which it is no member.
 
         Args:
             last: the last generation with it.
-            left: the first one without it; `last` if nobody has ordered it to leave.
+            first_without: the first one without it; `last` if nobody has ordered it to leave.
         """
         with self._changed:
             self.orders.give_up(last)
-            self._statement.say(passed_boundary=left)
+            self._statement.say(passed_boundary=first_without)
             self._speak()
 
     def _speak(self) -> None:
@@ -230,8 +230,8 @@ class Session:
 
     def _gathers(self) -> list[AgentGathers]:
         """Of the generation that comes next, and of the one at work."""
-        known = self.orders.upcoming, self._taken
-        return [one.gathers for one in known if one is not None and one.gathers is not None]
+        generations = self.orders.upcoming, self._current
+        return [one.gathers for one in generations if one is not None and one.gathers is not None]
 
     def _close_gathers(self) -> None:
         for gathers in self._gathers():
@@ -309,14 +309,14 @@ class Session:
             self.progress.move()
 
     def _take(self) -> Upcoming:
-        taken = self.orders.take()
+        upcoming = self.orders.take()
         self._close_gathers()
-        self._taken = taken
-        self.groups.enter(taken)
-        if taken.generation <= self.orders.given_up:
-            self.groups.interrupt(taken.generation, "the head has given it up")
+        self._current = upcoming
+        self.groups.enter(upcoming)
+        if upcoming.generation <= self.orders.given_up:
+            self.groups.interrupt(upcoming.generation, "the head has given it up")
         self._speak()
-        return taken
+        return upcoming
 
     def _raise_end(self) -> None:
         order = self.orders.newest

@@ -35,11 +35,11 @@ class Progress:
     "when it began to wait for a new generation, on the monotonic clock; None: it does not wait for one"
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
-    _telling: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, **figures: Any) -> None:
         """From now on these fields of `protocol.Progress` are so."""
-        with self._telling:  # scripts may log from threads of their own
+        with self._lock:  # scripts may log from threads of their own
             self.told = replace(self.told, **figures)
 
     def move(self, *, in_loop: bool | None = None) -> None:

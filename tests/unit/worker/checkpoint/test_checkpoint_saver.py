@@ -16,7 +16,7 @@ from fallow.core.training.saving import Saving
 from fallow.worker.checkpoint import writer as writing
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.session.news import HeadNews
+from fallow.worker.session.head_status import HeadNews
 from fallow.worker.session.orders import Orders
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Group

@@ -10,7 +10,7 @@ import pytest
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.protocol import News
 from fallow.model import Doing, Exit, FallowError
-from fallow.worker.session.news import HEAD_SILENT_S
+from fallow.worker.session.head_status import HEAD_SILENT_S
 from fallow.worker.session.orders import Answered, Dismissed, OthersEnded, exit_code
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Group
