@@ -19,7 +19,7 @@ from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.watch import watch_steps
 from fallow.worker.loop.exchange import Kind
 from fallow.worker.loop.generations import Released
-from fallow.worker.loop.meeting import EndedAlone
+from fallow.worker.loop.meeting import ScriptEndedEarly
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.update import Update
 from fallow.worker.loop.updates import Loop
@@ -170,7 +170,9 @@ class Run:
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
         session = self._session
-        return self._place.epochs(n, lambda: 0 if session is None else session.news.newest.epoch, self._loop.end_call)
+        return self._place.epochs(
+            n, lambda: 0 if session is None else session.head_status.last_reply.epoch, self._loop.end_call
+        )
 
     # ------------------------------------------------------------------------------------------------ facts
 
@@ -202,7 +204,7 @@ class Run:
     @property
     def deadline(self) -> float | None:
         """Seconds until this node goes away; None: unknown or never."""
-        return self._session.news.ends_in_s if self._session is not None else None
+        return self._session.head_status.ends_in_s if self._session is not None else None
 
     @property
     def is_main(self) -> IsMain:
@@ -213,16 +215,16 @@ class Run:
         return self._is_main
 
     def _speaks(self) -> bool:
-        if self._generations.released or self._loop.rehearsing:
+        if self._generations.is_released or self._loop.is_rehearsing:
             return False
-        if self._session is None or self._place.joined:
+        if self._session is None or self._place.has_joined:
             return self._member.group.rank == 0
         return self._session.is_main
 
     @property
     def rehearsing(self) -> bool:
         """A newcomer's first update, on throw-away state: for what must not happen twice outside of the run."""
-        return self._loop.rehearsing
+        return self._loop.is_rehearsing
 
     @property
     def seed(self) -> int:
@@ -237,7 +239,7 @@ class Run:
             return
         progress = self._session.progress
         logged = {clean(name, _LONGEST_NAME): float(value) for name, value in scalars.items()}
-        known = {**progress.told.scalars, **logged}
+        known = {**progress.figures.scalars, **logged}
         # They go with every heartbeat, and a script may have made a name for each step.
         progress.tell(scalars=dict(list(known.items())[-_MOST_SCALARS:]))
 
@@ -249,11 +251,11 @@ class Run:
         Raises:
             FallowError: inside an inner loop (`update.note` is for that), or the members are at different places.
         """
-        return self._loop.together(Kind.MEAN, float(x.detach() if isinstance(x, torch.Tensor) else x))
+        return self._loop.joint_call(Kind.MEAN, float(x.detach() if isinstance(x, torch.Tensor) else x))
 
     def barrier(self) -> None:
         """Wait for all members, outside of inner loops."""
-        self._loop.together(Kind.BARRIER, 0.0)
+        self._loop.joint_call(Kind.BARRIER, 0.0)
 
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint, written in the background; one member that asks is enough.
@@ -263,7 +265,7 @@ class Run:
         While the one before is being written, the next step that can take it does. Without a head there is no folder
         of the run: nothing happens.
         """
-        if self._member.saver is not None and not self._loop.rehearsing:
+        if self._member.saver is not None and not self._loop.is_rehearsing:
             self._member.saver.asked = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -284,7 +286,7 @@ class Run:
 
     def _end_script(self) -> int | None:
         session = self._session
-        if self._generations.released:
+        if self._generations.is_released:
             return 0
         # In which the script did what comes after the loop. The end of a loop that it left by break may need another.
         generation = self.generation
@@ -292,17 +294,17 @@ class Run:
             self._call.close()  # it may be one that nobody has taken to its end
         try:
             self._loop.end_call(script=True)
-            if self._place.astray:
-                raise self._place.stranger()
+            if self._place.is_astray:
+                raise self._place.stranger_error()
         except Released:
             return 0
-        except EndedAlone:
+        except ScriptEndedEarly:
             # Whether it wanted to is told by its exit code.
             if session is not None:
                 session.say(deserted=True)
             return None
         self._member.ledger.flush(LAST_S)
-        if session is None or not self._place.joined:
+        if session is None or not self._place.has_joined:
             return None
         if self._member.saver is not None:
             self._member.saver.end()
@@ -313,7 +315,7 @@ class Run:
             digest=state.digest([module.state_dict() for module in self._prepared.modules]),
             loss=at.loss,
             samples=at.samples,
-            repeated=self._member.reduction.repeated,
+            repeated=self._member.reduction.repeated_sums,
             agreed=at.op,
             answer=self._loop.meeting.answer,
         )
@@ -322,9 +324,9 @@ class Run:
 
     def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
         session, place = self._session, self._place
-        if session is None or self._generations.released:
+        if session is None or self._generations.is_released:
             return
-        self._generations.released = True
+        self._generations.is_released = True
         answer = self._loop.meeting.answer
         fault = Fault(
             code=code,
@@ -333,7 +335,7 @@ class Run:
             signature=clean(signature, _LONGEST_SIGNATURE),
             step=session.progress.step,
             outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=answer)
-            if place.joined
+            if place.has_joined
             else None,
         )
         session.say(fault=fault)
@@ -382,7 +384,7 @@ def init() -> Run:
     process.tell_stacks()
     process.leave_sigterm_to_the_head()
     session = process.session_with_agent(channel)
-    process.leave_sigterm_to_the_head(session.news.warn)
+    process.leave_sigterm_to_the_head(session.head_status.warn)
     return attach(session)
 
 

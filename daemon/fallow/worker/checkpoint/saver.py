@@ -60,13 +60,13 @@ class Saver:
         """
         if self._is_busy:
             return -float(size)
-        is_asked = self.asked or self._session.news.checkpoints_asked > 0
+        is_asked = self.asked or self._session.head_status.checkpoints_asked > 0
         return float(is_asked or self._due() or self.leaves_alone)
 
     @property
     def leaves_alone(self) -> bool:
         """This node goes away, and this member has to leave without the head, behind a checkpoint."""
-        return self._session.news.leaves_alone(_LEAVE_S + 2.0 * self._took_s)
+        return self._session.head_status.leaves_alone(_LEAVE_S + 2.0 * self._took_s)
 
     @property
     def _is_busy(self) -> bool:
@@ -75,10 +75,10 @@ class Saver:
     def _due(self) -> bool:
         if not self._every_s:
             return False
-        told_at = self._session.news.checkpoint_due_at
+        told_at = self._session.head_status.checkpoint_due_at
         due_at = self._began_at + self._every_s if told_at is None else told_at
         # If the head knows that the last one was given up, it says when to try again.
-        is_held = self._session.orders.newest.unsaved != self._newest and self._clock() < self._held_until
+        is_held = self._session.orders.newest_order.unsaved != self._newest and self._clock() < self._held_until
         return self._clock() >= due_at and not is_held
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
@@ -95,7 +95,7 @@ class Saver:
             epoch: for people.
             asked: see `exchange.Outcome.checkpoints_asked`.
         """
-        self._session.news.note_checkpoint(asked)
+        self._session.head_status.note_checkpoint(asked)
         self.asked = False
         # Without a word from the head, as early as to be complete when the interval is over.
         self._held_until = self._clock() + self._every_s - min(self._took_s, self._every_s / 2)
@@ -131,7 +131,7 @@ class Saver:
 
     def finish(self) -> None:
         """Let what is being written be complete, as long as this node has."""
-        left, progress = self._session.news.ends_in_s, self._session.progress
+        left, progress = self._session.head_status.ends_in_s, self._session.progress
         until = time.monotonic() + (PATIENCE_S if left is None else min(PATIENCE_S, left - _RESERVE_S))
         while self._writing is not None and self._is_busy:
             end = until - _INDEX_S if self._writing.is_told and left is not None else until

@@ -58,12 +58,12 @@ class Watch:
             )
         first = self._known_parameters is None
         self._check_prepared()
-        self._prepared.modes.look()
+        self._prepared.modes.list_parts()
         self._weights = [parameter for _, parameter in self._prepared.parameters()]
         if first:
             summed = set(map(id, self._weights))
             self._unsummed = {name: p for name, p in named_parameters(self._prepared.modules) if id(p) not in summed}
-            for scaler in (part for thing in self._prepared.others for part in _parts(thing)):
+            for scaler in (part for thing in self._prepared.stateful_objects for part in _parts(thing)):
                 # One that has scaled nothing refuses to step, and `continue` may leave out all shards of a first step.
                 if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and self._weights:
                     scaler.scale(torch.zeros((), device=self._prepared.device))
@@ -108,7 +108,7 @@ class Watch:
             )
         for number, optimizer in enumerate(self._prepared.optimizers):
             scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-            if scheduled and not any(_drives(thing, optimizer) for thing in self._prepared.others):
+            if scheduled and not any(_drives(thing, optimizer) for thing in self._prepared.stateful_objects):
                 raise FallowError(
                     f"a learning-rate scheduler is attached to optimizer {number} ({type(optimizer).__name__}) but was "
                     "not prepared, so a member that joins would not have its state; write run.prepare(..., scheduler)",
@@ -151,7 +151,7 @@ class Watch:
         numbers = [*rates, *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
             # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
-            plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
+            plateaus = [thing for thing in self._prepared.stateful_objects if isinstance(thing, ReduceLROnPlateau)]
             numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return numbers
 
@@ -184,7 +184,9 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
     def check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is known for known in prepared.optimizers):
             scaler = _calling_scaler()
-            if scaler is not None and not any(scaler is known for thing in prepared.others for known in _parts(thing)):
+            if scaler is not None and not any(
+                scaler is known for thing in prepared.stateful_objects for known in _parts(thing)
+            ):
                 raise FallowError(
                     "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
                     "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",

@@ -83,14 +83,14 @@ class Intake:
     def _lay_out(self, text: bytes) -> None:
         """Make room for the state: on this thread, so that memory of a device belongs to this thread's stream."""
         self._outline = outline = msgspec.msgpack.decode(text, type=Outline)
-        place = state.fitting(self._prepared.weights() if self._in_place else [], outline.tensors)
+        place = state.reusable_tensors(self._prepared.weights() if self._in_place else [], outline.tensors)
         self.received = {id(tensor) for tensor in place.values()}
         "ids of the tree's tensors that are live ones"
         self._device = self._prepared.device
         late = outline.parts[LATE]  # in a block of its own: memory of the others can be freed
         for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
             specs = [outline.tensors[n] for n in numbers]
-            place |= zip(numbers, state.room(specs, self._device), strict=True)
+            place |= zip(numbers, state.allocate(specs, self._device), strict=True)
         self._tensors = [place[n] for n in range(len(outline.tensors))]
         self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.parts]
         "the tensors' bytes, by part"

@@ -15,7 +15,7 @@ import torch
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.checksum import checksum
-from fallow.worker.prepared.state import as_bytes, device_of, room, spec_of
+from fallow.worker.prepared.state import allocate, as_bytes, device_of, spec_of
 from fallow.worker.transport import device
 from fallow.worker.transport.stream import receive_into, send_all
 
@@ -155,7 +155,7 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
 
 def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of a device's tensors as they are now, in one block of plain memory of the host. Waits for the device."""
-    copies = room([spec_of(tensor) for tensor in tensors])
+    copies = allocate([spec_of(tensor) for tensor in tensors])
     memory, targets = [as_bytes(tensor) for tensor in tensors], [as_bytes(copy) for copy in copies]
     with contextlib.closing(to_host(memory, 0, 1)) as chunks:
         for (buffer,), parts in zip(chunks, cut(targets, 0, 1), strict=True):

@@ -50,7 +50,7 @@ def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
     """
     saved, live = state.encode(tree, "state"), _encode(prepared)
     # Tensors of modules come first, and are copied to where they belong.
-    return load_state(prepared, state.placed(saved, live, len(prepared.weights())))
+    return load_state(prepared, state.decode_onto(saved, live, len(prepared.weights())))
 
 
 class Snapshot:
@@ -80,7 +80,7 @@ def _encode(prepared: Prepared) -> state.Encoded:
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    copies = state.room([state.spec_of(tensor) for tensor in tensors])
+    copies = state.allocate([state.spec_of(tensor) for tensor in tensors])
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor.detach())
     return copies

@@ -71,13 +71,13 @@ def check_calls(openings: Sequence[Opening], own_rank: int) -> str:
         Apart: those who came first do.
         Stranger: this member does, which came later than those.
     """
-    first = min(range(len(openings)), key=lambda rank: openings[rank].since)
+    first = min(range(len(openings)), key=lambda rank: openings[rank].joined_in)
     usual, differences = openings[first], {}
     for rank, one in enumerate(openings):
         if one.call == usual.call:
             continue
         text = _difference(one.call, rank, usual.call, first)
-        if one.since == usual.since:
+        if one.joined_in == usual.joined_in:
             raise Divergence(text)
         differences[rank] = text
     if own_rank in differences:
@@ -135,17 +135,17 @@ class Ranks(NamedTuple):
 
     newest: list[int]
     "have the run's state and are furthest"
-    behind: list[int]
+    lacking_outcome: list[int]
     "one operation behind: what the others have concluded is all that they need"
-    late: list[int]
+    awaiting_answer: list[int]
     "wait for the answer of a joint call that the others have, and have not got all of the state"
     stale: list[int]
     "the others trained without them"
 
 
-def ranked(openings: Sequence[Opening]) -> Ranks:
+def ranks_of(openings: Sequence[Opening]) -> Ranks:
     """Tell how far the members are; all tell the same."""
-    holders = [rank for rank, one in enumerate(openings) if one.standing == HOLDS]
+    holders = [rank for rank, one in enumerate(openings) if one.state_status == HOLDS]
     if not holders:
         return Ranks([], [], [], [])
     op = max(openings[rank].op for rank in holders)
@@ -154,13 +154,13 @@ def ranked(openings: Sequence[Opening]) -> Ranks:
     ranks = Ranks(newest, [], [], [])
     for rank, one in enumerate(openings):
         is_there = one.op == op and one.kind in (foremost.kind, Kind.COMING)
-        if not one.since or rank in newest or is_there:
+        if not one.joined_in or rank in newest or is_there:
             continue
         joint = one.op == op - 1 and one.kind in JOINT
-        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
-            ranks.behind.append(rank)
+        if one.state_status == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
+            ranks.lacking_outcome.append(rank)
         elif joint:
-            ranks.late.append(rank)
+            ranks.awaiting_answer.append(rank)
         else:
             ranks.stale.append(rank)
     return ranks

@@ -66,17 +66,17 @@ class Opening(NamedTuple):
     step: int
     bars_newcomers: int
     "1: in a run.mean or run.barrier, or inside of an update behind the place where newcomers begin it"
-    ended: int
+    has_ended: int
     "1: its script is over"
-    standing: int
+    state_status: int
     "what its state is worth, see `Standing`"
     sums_of: int
     "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
     concluded: int
     "generation + 1 in which the last operation was concluded; 0: there was none"
-    whole: int
+    pauses_training: int
     "1: state must be handed over while nobody computes, see `Standing`"
-    since: int
+    joined_in: int
     "generation in which it became a member"
     fingerprint: int
     "of its weights, where a generation begins; else 0"
@@ -136,7 +136,7 @@ class Figures:
         if device_values:
             self._arriving = to_host(torch.stack(device_values))
 
-    def told(self) -> dict[str, dict[int, float]]:
+    def by_shard(self) -> dict[str, dict[int, float]]:
         """By figure and shard, behind an event behind `send`."""
         arrived = iter(self._arriving.tolist())
         by_figure: dict[str, dict[int, float]] = {}

@@ -46,31 +46,35 @@ class Generations:
         self._voice = Voice()
         self.plan = _FIXED_WORLD_PLAN
         "of the generation at work"
-        self.fresh = True
+        self.needs_meeting = True
         "its members have not come together yet, or their weights have drifted apart since"
-        self._entered = -1
+        self._computed_generation = -1
         "the generation in which this member has computed last"
         self.aligned_until = 0
         "step before which this generation's members are not brought together again, though their weights drift apart"
-        self._healed_in = -1
+        self._healed_generation = -1
         "the last one in which it received others' weights in the place of its own"
-        self.due = 0
+        self.next_generation = 0
         "generation that all members enter behind the last step; 0: none"
-        self.released = False
+        self.is_released = False
         "this worker has left the run, or was told to"
         self._is_forgotten = False
         "what this member held did not count any more when it entered the generation at work"
         self._unreported: Switch | None = None
         "that this member computes in the generation, as far as it was known on entering"
-        self._entered_at = 0.0
+        self._began_at = 0.0
         self._parts = Parts()
         "of the pause, until the members of the next generation come together"
 
     @property
-    def wanted(self) -> bool:
+    def must_switch(self) -> bool:
         """This member has to enter the next one before it can do anything together with others."""
         group = self._member.group
-        return group.broken is not None or self.due > 0 or (self._member.session is not None and not group.generation)
+        return (
+            group.broken is not None
+            or self.next_generation > 0
+            or (self._member.session is not None and not group.generation)
+        )
 
     def enter(self, *, is_asking: bool) -> None:
         """Take the next generation that is committed; its members then have to come together.
@@ -91,31 +95,31 @@ class Generations:
                 "start it again, or run it under `fallow run`"
             )
         reached = time.monotonic()
-        if not self.due:  # else it has passed the boundary, and nobody cares for the old group
+        if not self.next_generation:  # else it has passed the boundary, and nobody cares for the old group
             self._report_break()
         group.node.leave()
         if group.broken is not None and group.generation and member.saver is not None:
             member.saver.lost()
-        self.due = 0
+        self.next_generation = 0
         try:
             upcoming = session.await_commit(self._wait, lambda planned: is_asking and self._answers(planned))
         except Dismissed as dismissed:
-            self.released = True
+            self.is_released = True
             if dismissed.code == 0:
                 raise Released from None
             raise FallowError(dismissed.reason, exit_code(dismissed.code)) from None
         member.group.retire()
         if upcoming.group is None:
             self._leave(upcoming)
-        self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
-        member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
-        member.standing.give_up()
+        self._parts = Parts(drain=reached - member.last_step_end, group=time.monotonic() - reached)
+        member.group, self.plan, self.needs_meeting = upcoming.group, upcoming.plan, True
+        member.state_status.give_up()
         self._is_forgotten = not upcoming.counts(session.computed)
         if self._is_forgotten:
-            member.standing.drop(is_first=not member.place.position.op)
+            member.state_status.drop(is_first=not member.place.position.op)
             session.say(has_state=False)
 
-    def hear(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
+    def wait_on_node(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
         """What the members decide by: if one worker of this node has heard it, all of them have.
 
         Args:
@@ -148,7 +152,11 @@ class Generations:
         """What there is to do while no generation is committed; True: there is more."""
         member = self._member
         step = member.place.position.step
-        if member.saver is not None and member.place.joined and member.saver.has_nothing_to_lose(member.group, step):
+        if (
+            member.saver is not None
+            and member.place.has_joined
+            and member.saver.has_nothing_to_lose(member.group, step)
+        ):
             self.depart()
         return member.follow()
 
@@ -159,7 +167,7 @@ class Generations:
         member, and would do once more what the other one has begun to do.
         """
         member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
-        if outcome is None or session is None or not member.standing.holds:
+        if outcome is None or session is None or not member.state_status.holds:
             return False
         is_answer = outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
         return is_answer and upcoming.counts(session.computed)
@@ -175,34 +183,36 @@ class Generations:
         state: dict[str, object] | None = load_newest(self.plan.checkpoints, report, self._member.move)
         return state
 
-    def entered(self, paces: list[float], parts: Parts, *, healed: bool, went_back: bool) -> None:
+    def begin_generation(self, paces: list[float], parts: Parts, *, is_healed: bool, was_rolled_back: bool) -> None:
         """All members are there, and have the run's state: from here on this one computes in the generation.
 
         Args:
             paces: of all members, by rank.
             parts: of the pause, since the members have come together.
-            healed: this member was as far as the others with other weights than most of them, and received theirs:
+            is_healed: this member was as far as the others with other weights than most of them, and received theirs:
                 at the beginning of the generation, or amid it.
-            went_back: no member had the run's state: it is that of a checkpoint.
+            was_rolled_back: no member had the run's state: it is that of a checkpoint.
         """
         member, place, session = self._member, self._member.place, self._member.session
-        newcomer, generation = not place.joined, member.group.generation
-        self.fresh, member.division = False, Division(tuple(paces))
-        if healed and generation != self._healed_in:  # of each further time nobody need hear
-            self._healed_in = generation
+        newcomer, generation = not place.has_joined, member.group.generation
+        self.needs_meeting, member.division = False, Division(tuple(paces))
+        if is_healed and generation != self._healed_generation:  # of each further time nobody need hear
+            self._healed_generation = generation
             sys.stderr.write(_HEALED.format(generation=generation, step=place.position.step))
             if session is not None:
                 session.say(healed=place.position.step)
-        if generation == self._entered:
+        if generation == self._computed_generation:
             member.replan()
             return
-        self._entered, self._entered_at, self.aligned_until = generation, time.monotonic(), 0
-        place.went_back = went_back and not newcomer
-        if newcomer or (self._is_forgotten and not went_back):
-            place.joined, place.since = True, generation
-            if session is not None and session.news.newest.joins:
-                session.news.note_checkpoint(session.news.checkpoints_asked)  # asked for while it was none of theirs
-            member.boundary = self._entered_at  # it was waiting before, and stands still from here on
+        self._computed_generation, self._began_at, self.aligned_until = generation, time.monotonic(), 0
+        place.was_rolled_back = was_rolled_back and not newcomer
+        if newcomer or (self._is_forgotten and not was_rolled_back):
+            place.has_joined, place.joined_in = True, generation
+            if session is not None and session.head_status.last_reply.joins:
+                session.head_status.note_checkpoint(
+                    session.head_status.checkpoints_asked
+                )  # asked for while it was none of theirs
+            member.last_step_end = self._began_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)
         member.reduction.attach(member.group)
         at = place.position
@@ -227,18 +237,18 @@ class Generations:
         """Say that this worker computes in the new generation, once its first batch is here."""
         arrival, self._unreported = self._unreported, None
         member, now = self._member, time.monotonic()
-        intake, member.standing.latest = member.standing.latest, None  # it may hold a whole state
+        intake, member.state_status.latest = member.state_status.latest, None  # it may hold a whole state
         if arrival is None:
             return
-        newcomer = member.place.since == arrival.generation
+        newcomer = member.place.joined_in == arrival.generation
         switch = replace(
             arrival,
-            pause_s=0.0 if newcomer else now - member.boundary,
-            parts=replace(arrival.parts, data=now - self._entered_at),
+            pause_s=0.0 if newcomer else now - member.last_step_end,
+            parts=replace(arrival.parts, data=now - self._began_at),
             bytes_in_pause=intake.bytes_in_pause if intake is not None else 0,
-            discarded=member.discarded,
+            discarded=member.discarded_attempts,
         )
-        member.discarded = 0
+        member.discarded_attempts = 0
         if intake is None:
             self._tell(switch)
         else:
@@ -254,11 +264,11 @@ class Generations:
     def _leave(self, upcoming: Upcoming) -> NoReturn:
         member = self._member
         self._voice.speak(speaks=False)
-        if member.saver is not None and member.place.joined:
+        if member.saver is not None and member.place.has_joined:
             at = member.place.position
             # Where the group broke behind an inner loop, the optimizer may have made a step that is not counted yet.
-            if upcoming.plan.suspends and member.standing.holds and member.recorded_step != at.step:
-                member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
+            if upcoming.plan.suspends and member.state_status.holds and member.recorded_step != at.step:
+                member.saver.suspend(member.group, member.prepared, member.plain_values(), at.step, at.loop_epoch)
             else:
                 member.saver.finish()
         self.depart(upcoming.generation)
@@ -276,5 +286,5 @@ class Generations:
         assert session is not None
         member.ledger.flush(LEAVING_S)
         session.leave(member.group.generation, first_without or member.group.generation)
-        self.released = True
+        self.is_released = True
         raise Released

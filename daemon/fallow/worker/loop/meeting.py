@@ -33,11 +33,11 @@ _IN_CALLBACK = (
 )
 
 
-class EndedAlone(Exception):
+class ScriptEndedEarly(Exception):
     """This member's script has ended while the others go on in the loop."""
 
 
-class Met(NamedTuple):
+class MeetingResult(NamedTuple):
     """All members are at one operation."""
 
     kind: Kind
@@ -54,14 +54,20 @@ class Meeting:
         self._member = member
         self._generations = generations
         self.call = Call()
-        self.compared = -1
+        self.compared_generation = -1
         "generation in which all members' openings in the call at work were alike"
         self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 
     def open(
-        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, bars_newcomers: bool = False, ended: bool = False
+        self,
+        kind: Kind,
+        *,
+        value: float = 0.0,
+        sums_of: int = 0,
+        bars_newcomers: bool = False,
+        has_ended: bool = False,
     ) -> None:
         """Tell where this member is, once for each operation in a generation.
 
@@ -70,15 +76,15 @@ class Meeting:
             value: this member's part of a joint call.
             sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
             bars_newcomers: see `Opening`.
-            ended: its script is over.
+            has_ended: its script is over.
 
         Raises:
             Interrupted: the group broke.
         """
         if self._exchange is not None:
             return
-        member, fresh = self._member, self._generations.fresh
-        state_status, place, prepared = member.standing, member.place, member.prepared
+        member, fresh = self._member, self._generations.needs_meeting
+        state_status, place, prepared = member.state_status, member.place, member.prepared
         frozen, resting = prepared.modes.fingerprints() if fresh else (0, 0)
         own_opening = Opening(
             generation=member.group.generation,
@@ -86,12 +92,12 @@ class Meeting:
             kind=kind,
             step=place.position.step,
             bars_newcomers=bars_newcomers,
-            ended=ended,
-            standing=state_status.value,
+            has_ended=has_ended,
+            state_status=state_status.value,
             sums_of=sums_of,
             concluded=place.position.concluded,
-            whole=state_status.whole,
-            since=place.since,
+            pauses_training=state_status.whole,
+            joined_in=place.joined_in,
             fingerprint=fingerprint(prepared.weights()) if fresh and state_status.holds else 0,
             frozen=frozen,
             resting=resting,
@@ -101,7 +107,7 @@ class Meeting:
         )
         self._exchange = member.group.tell(pack(own_opening))
 
-    def hear(self, kind: Kind) -> list[Opening]:
+    def collect_openings(self, kind: Kind) -> list[Opening]:
         """All members' openings of an operation of that kind, by rank.
 
         Raises:
@@ -111,9 +117,9 @@ class Meeting:
             Stranger: this newcomer is.
         """
         assert self._exchange is not None, "an opening is told before it is heard"
-        fresh, wait = self._generations.fresh, self._exchange.wait
+        fresh, wait = self._generations.needs_meeting, self._exchange.wait
         # Nobody acts by those of a step, and workers of a node are done with their shards at unlike times.
-        texts = wait() if kind is Kind.STEP and not fresh else self._generations.hear(wait)
+        texts = wait() if kind is Kind.STEP and not fresh else self._generations.wait_on_node(wait)
         openings = [unpack(text) for text in texts]
         if not fresh:
             self._check(openings, range(len(openings)))
@@ -128,10 +134,10 @@ class Meeting:
         group = self._member.group
         ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
         present = [openings[rank] for rank in ranks]
-        ended = [one for one in present if one.ended]
+        ended = [one for one in present if one.has_ended]
         if self._member.session is not None and ended and any(one.kind != Kind.END for one in present):
-            if openings[group.rank].ended:
-                raise EndedAlone
+            if openings[group.rank].has_ended:
+                raise ScriptEndedEarly
             self._interrupt("a member's script has ended inside of the loop")
         agreement.check_places(present)
         if present and present[0].kind == Kind.STEP:
@@ -147,7 +153,7 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------------- coming together
 
-    def come_together(self, kind: Kind, *, rewind: Callable[[], None] = lambda: None, **opening: Any) -> Met:
+    def come_together(self, kind: Kind, *, rewind: Callable[[], None] = lambda: None, **opening: Any) -> MeetingResult:
         """Wait until all members are at this operation, however often the membership changes meanwhile.
 
         Args:
@@ -156,57 +162,57 @@ class Meeting:
             opening: as for `open`.
 
         Raises:
-            FallowError: see `hear`; or nobody is left who has the state.
+            FallowError: see `collect_openings`; or nobody is left who has the state.
             Released: this member has left the run.
         """
         member, generations = self._member, self._generations
         while True:
             try:
-                if generations.wanted:
+                if generations.must_switch:
                     self.forget()
                     generations.enter(is_asking=kind in JOINT)
                 began = time.monotonic()
                 self.open(kind, **opening)
-                openings = self.hear(kind)
-                if not generations.fresh:
+                openings = self.collect_openings(kind)
+                if not generations.needs_meeting:
                     return _result(kind, openings)
-                ranks = agreement.ranked(openings)
-                if ranks.behind:
+                ranks = agreement.ranks_of(openings)
+                if ranks.lacking_outcome:
                     # Those who are one operation behind learn what the others have concluded.
                     group, source = member.group, ranks.newest[0]
                     texts = group.gather(member.place.position.outcome if group.rank == source else b"")
                     self.forget()
-                    if group.rank in ranks.behind:
-                        return Met(kind, texts[source], openings[source].concluded - 1)
+                    if group.rank in ranks.lacking_outcome:
+                        return MeetingResult(kind, texts[source], openings[source].concluded - 1)
                     continue  # this member opens the next operation when it comes to it
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
-                if kind in JOINT and not member.standing.settle():
+                if kind in JOINT and not member.state_status.settle():
                     continue
                 where = self._where(openings, ranks)
-                if ranks.late or where is Kind.STEP:
+                if ranks.awaiting_answer or where is Kind.STEP:
                     self.forget()  # the operation begins with an opening of its own
-                if member.group.rank in ranks.late:
-                    return Met(where, member.place.position.outcome)
-                if ranks.late:
+                if member.group.rank in ranks.awaiting_answer:
+                    return MeetingResult(where, member.place.position.outcome)
+                if ranks.awaiting_answer:
                     continue
-                met = _result(where, openings)
+                result = _result(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
-                    self._follow(met)
-                    member.place.went_back = member.place.in_sync  # the script has to look where they are
-                    return Met(where)
-                return met
+                    self._follow(result)
+                    member.place.was_rolled_back = member.place.in_sync  # the script has to look where they are
+                    return MeetingResult(where)
+                return result
             except Interrupted:
                 self.forget()
 
     def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
         """What the members are at. Where nobody has the state, those who had it go back to the front of a step."""
-        present = [openings[rank] for rank in ranks.newest] or [one for one in openings if not one.since]
+        present = [openings[rank] for rank in ranks.newest] or [one for one in openings if not one.joined_in]
         return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
         """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
-        member, group, state_status = self._member, self._member.group, self._member.standing
+        member, group, state_status = self._member, self._member.group, self._member.state_status
         for rank, one in enumerate(openings):
             if one.generation != group.generation:
                 raise FallowError(
@@ -214,14 +220,14 @@ class Meeting:
                 )
         holders = ranks.newest
         self._check(openings, holders)
-        someone_joins = bool(ranks.stale) or any(not one.since for one in openings)
+        someone_joins = bool(ranks.stale) or any(not one.joined_in for one in openings)
         if someone_joins and any(openings[rank].bars_newcomers for rank in holders):
             self._interrupt("the members are amid an update, or in run.mean or run.barrier: who is to join them waits")
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
-        able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
-        state_status.whole = any(one.whole for one in openings)
+        able = [rank for rank, one in enumerate(openings) if usable or one.state_status != TORN]
+        state_status.whole = any(one.pauses_training for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
@@ -234,15 +240,20 @@ class Meeting:
             if saved is not None:
                 self.load(saved)
         plain_values = transfer(
-            group, member.prepared, state_status, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
+            group,
+            member.prepared,
+            state_status,
+            roles,
+            member.plain_values,
+            fingerprint=openings[donors[0]].fingerprint,
         )
         if plain_values is not None:
             self._take_plain(plain_values)
-        self._generations.entered(
+        self._generations.begin_generation(
             [one.pace for one in openings],
             Parts(drain=waited_s, state=time.monotonic() - began),
-            healed=group.rank in healed,
-            went_back=not holders,
+            is_healed=group.rank in healed,
+            was_rolled_back=not holders,
         )
 
     def _donors(self, openings: Sequence[Opening], holders: list[int]) -> tuple[list[int], list[int]]:
@@ -254,13 +265,13 @@ class Meeting:
         if not holders and self._generations.plan.checkpoints:
             return [0], []
         if not holders:
-            if self._member.standing.value == TORN:
+            if self._member.state_status.value == TORN:
                 raise FallowError(
                     "every member that had the state is gone, and this one had not received all of it yet; "
                     "the run goes on from its newest checkpoint",
                     Exit.TEMPFAIL,
                 )
-            return [next(rank for rank, one in enumerate(openings) if one.standing == FRESH)], []
+            return [next(rank for rank, one in enumerate(openings) if one.state_status == FRESH)], []
         majority, minority = majority_and_others([openings[rank].fingerprint for rank in holders])
         if len(majority) <= len(minority) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
@@ -287,13 +298,13 @@ class Meeting:
         """A newcomer comes to where the members are."""
         self._follow(self.come_together(Kind.COMING))
 
-    def _follow(self, met: Met) -> None:
+    def _follow(self, result: MeetingResult) -> None:
         """What the members do together where this one comes to them is done by now."""
-        if met.outcome is not None:
-            self._conclude(met.kind, met.outcome)
-        self._member.place.came_at_end = met.kind is Kind.END
+        if result.outcome is not None:
+            self._conclude(result.kind, result.outcome)
+        self._member.place.joined_at_call_end = result.kind is Kind.END
 
-    def joint(self, kind: Kind, value: float = 0.0, *, ended: bool = False) -> float:
+    def joint_call(self, kind: Kind, value: float = 0.0, *, has_ended: bool = False) -> float:
         """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
 
         Raises:
@@ -305,22 +316,22 @@ class Meeting:
         begun = place.position.op
         self._member.note_call(in_call=True)
         try:
-            met = self.come_together(kind, value=value, bars_newcomers=kind is not Kind.END, ended=ended)
+            result = self.come_together(kind, value=value, bars_newcomers=kind is not Kind.END, has_ended=has_ended)
         except Answered as answered:
-            met = Met(kind, _ANSWER.pack(answered.answer))
+            result = MeetingResult(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:
-            if others.agreed <= begun or not self._member.standing.holds:
+            if others.agreed <= begun or not self._member.state_status.holds:
                 raise
-            met = Met(kind, _ANSWER.pack(others.answer))
+            result = MeetingResult(kind, _ANSWER.pack(others.answer))
         finally:
             self._member.note_call(in_call=False)
         self._generations.report_arrival()
-        if place.went_back:
+        if place.was_rolled_back:
             self.forget()
             return value
         if place.position.op == begun:
-            assert met.outcome is not None, "members that come together in a joint call are all in it"
-            self._conclude(kind, met.outcome, met.generation)
+            assert result.outcome is not None, "members that come together in a joint call are all in it"
+            self._conclude(kind, result.outcome, result.generation)
         return self.answer
 
     @property
@@ -337,9 +348,9 @@ class Meeting:
         self.forget()
 
 
-def _result(kind: Kind, openings: Sequence[Opening]) -> Met:
+def _result(kind: Kind, openings: Sequence[Opening]) -> MeetingResult:
     """All members are at an operation; the mean over those that are in a joint call is what that call gives."""
     if kind is Kind.STEP:
-        return Met(kind)
+        return MeetingResult(kind)
     values = [one.value for one in openings if one.kind == kind]
-    return Met(kind, _ANSWER.pack(exact_sum(values) / len(values)))
+    return MeetingResult(kind, _ANSWER.pack(exact_sum(values) / len(values)))

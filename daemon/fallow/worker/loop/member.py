@@ -34,16 +34,16 @@ class Member:
         self.place = Place(in_sync=session is None)
         self.division = Division((0.0,) * self.group.size)
         "of a step's shards among the members: the same on all of them"
-        self.standing = Standing()
+        self.state_status = Standing()
         self.source: Source | None = None
         "of the run.updates call at work"
         self.saver = Saver(session) if session is not None else None
         "None in a fixed world, which has no folder"
-        self.boundary = time.monotonic()
+        self.last_step_end = time.monotonic()
         "when the last step ended"
         self.recorded_step = -1
         "the step at work, if one of its inner loops is whole: a generation's ledgers have all its shards"
-        self.discarded = 0
+        self.discarded_attempts = 0
         "attempts that were begun and thrown away since the last change of the membership was reported"
         path = Path(session.setup.folder) / "ledger" / f"{session.worker}.ledger" if session is not None else None
         self.ledger = Ledger(path, self._unrecorded)
@@ -65,7 +65,7 @@ class Member:
         """This member's speed."""
         return Pace(self.prepared.device)
 
-    def plain(self) -> dict[str, object]:
+    def plain_values(self) -> dict[str, object]:
         """Of the run's state, what is neither tensor nor prepared."""
         return {"position": msgspec.structs.asdict(self.place.position), "sums": self.reduction.export()}
 
@@ -102,10 +102,10 @@ class Member:
     def reached(self) -> Reached:
         """Where the members are; for a newcomer, as far as it has heard of them."""
         at = self.place.position
-        if self.place.joined or self.session is None:
+        if self.place.has_joined or self.session is None:
             return Reached(at.data_epoch, at.index)
-        return Reached(*self.session.news.newest.reached)
+        return Reached(*self.session.head_status.last_reply.reached)
 
     def follow(self) -> bool:
         """While there is no place yet: read what the members have read, see `Source.follow`."""
-        return self.source is not None and not self.place.joined and self.source.follow(self.reached())
+        return self.source is not None and not self.place.has_joined and self.source.follow(self.reached())

@@ -12,7 +12,7 @@ from fallow.worker.transport import device as devices
 WINDOW = 5
 """Steps whose median counts: two odd ones in a row do not show."""
 
-ENOUGH = 3
+MIN_STEPS = 3
 """Steps measured before a pace is told; the first ones of a process are slow."""
 
 _MOST_UNREAD = 8
@@ -45,7 +45,7 @@ class Pace:
         """Seconds per shard; 0: not known yet."""
         while self._unread and self._unread[0].is_over():
             self._seconds.append(self._unread.popleft().seconds_per_shard())
-        return statistics.median(self._seconds) if len(self._seconds) >= ENOUGH else 0.0
+        return statistics.median(self._seconds) if len(self._seconds) >= MIN_STEPS else 0.0
 
     def begin_step(self) -> None:
         """Begin a step. One that was begun before and did not end is forgotten."""
@@ -59,7 +59,7 @@ class Pace:
         """
         self._began = _mark(self._device) if is_full else None
 
-    def loaded(self, load_s: float, processes: int) -> None:
+    def note_load(self, load_s: float, processes: int) -> None:
         """Note that the batch is there.
 
         Args:

@@ -113,15 +113,15 @@ class Place:
     def __init__(self, *, in_sync: bool) -> None:
         self.position = Position()
         "of the run, replaced at each change of the membership"
-        self.joined = False
+        self.has_joined = False
         "this worker has taken part in a first exchange"
-        self.since = 0
+        self.joined_in = 0
         "generation of that exchange"
         self.in_sync = in_sync
         "the script has reached the place that `position` names; from the start in a fixed world"
-        self.went_back = False
+        self.was_rolled_back = False
         "the members were rolled back, or trained without this worker; this script has not yet looked where they are"
-        self.came_at_end = False
+        self.joined_at_call_end = False
         "its state is the members' of the moment in which a call of theirs ended, and they have not begun another one"
         self._goes_back = False
         "this script was in sync, and since then it comes to the members' place as a newcomer's does"
@@ -130,7 +130,7 @@ class Place:
         "run.updates calls that the script has begun behind its mark"
         self.epochs_in_loop = 1
         "epochs of the run.epochs loop that the script is in"
-        self._loop_left = False
+        self._has_left_loop = False
         "the script has left by itself the run.epochs loop that the members are in"
 
     @property
@@ -150,16 +150,16 @@ class Place:
             self._break_loop()
             self.finish_left_loop()
         number = self.mark.loop
-        if self.joined and number < self.position.loop:
+        if self.has_joined and number < self.position.loop:
             self._set_mark(Mark(number + 1))
             return  # the members are past this loop
-        epoch = self.position.loop_epoch if self.joined else hint()
-        if not self.astray:
+        epoch = self.position.loop_epoch if self.has_joined else hint()
+        if not self.is_astray:
             self._come_to(Mark(number, True, epoch))
         elif self.position.mark[:2] == (number, True):
             self._set_mark(self.position.mark)
         else:
-            raise self.stranger()
+            raise self.stranger_error()
         self.epochs_in_loop = n
         try:
             while epoch < n:
@@ -176,8 +176,8 @@ class Place:
                     if self.position.mark[:2] != (number, True):
                         break
                     self._set_mark(self.position.mark)
-                elif self.astray:
-                    raise self.stranger()
+                elif self.is_astray:
+                    raise self.stranger_error()
                 else:
                     epoch += 1
                     self._come_to(Mark(number, True, epoch))
@@ -204,26 +204,26 @@ class Place:
             self._set_mark(Mark(self.mark.loop + 1))
 
     def _break_loop(self) -> None:
-        self._loop_left = not self.astray
+        self._has_left_loop = not self.is_astray
         self._leave_loop()
 
     def finish_left_loop(self) -> None:
         """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
-        if self._loop_left:
-            self._loop_left = False
+        if self._has_left_loop:
+            self._has_left_loop = False
             self._come_to(self.mark)
 
     # ------------------------------------------------------------------------------------- towards the members' place
 
     @property
-    def astray(self) -> bool:
+    def is_astray(self) -> bool:
         """True of a newcomer that has neither come to the members' call nor is in front of it.
 
         One in front of it does what they do between two calls: it begins and ends loops and epochs with them.
         """
         at = self.position
         is_in_front = (self.mark, self.calls) == (at.mark, at.call) and not at.call_steps
-        return self.joined and not self.in_sync and not is_in_front
+        return self.has_joined and not self.in_sync and not is_in_front
 
     def _skips(self, call: int) -> bool:
         """True if the script, at a call of that number, comes to the members' place with another turn of its loop."""
@@ -231,13 +231,13 @@ class Place:
         is_past = self.mark != at.mark or (self._goes_back and call > at.call)
         return not self.in_sync and self.mark.inside and is_past
 
-    def stranger(self) -> FallowError:
+    def stranger_error(self) -> FallowError:
         """What to say of such a newcomer, or of a member that the rolled back run has not met again."""
         if self._goes_back:
-            return self.unreachable()
+            return self.unreachable_error()
         return Stranger(_ASTRAY.format(step=self.position.step))
 
-    def unreachable(self) -> FallowError:
+    def unreachable_error(self) -> FallowError:
         """What to say where the script cannot come to the members' place, and another process can."""
         return FallowError(
             f"the members are at step {self.position.step}, in a part of the script that this process has left or "
@@ -250,7 +250,7 @@ class Place:
         self.calls += 1
         return self.calls - 1
 
-    def behind(self, call: int) -> bool:
+    def members_are_past(self, call: int) -> bool:
         """True if the members are past this call.
 
         Raises:
@@ -260,13 +260,13 @@ class Place:
         if self._skips(call):
             return True
         if not self.in_sync and script_place > members_place:
-            raise self.stranger()
+            raise self.stranger_error()
         return script_place < members_place
 
     def begin_call_with_members(self) -> None:
         """The script is in the call that the members are in."""
         self.in_sync = True
-        self.came_at_end = False
+        self.joined_at_call_end = False
 
     def ends_call_with_members(self, call: int | None) -> bool:
         """The script has come to the end of that call: True if it is in sync there.
@@ -274,12 +274,12 @@ class Place:
         That is where a newcomer came while the members waited for each other there: what the script does from there on
         to the next call, they have not done yet.
         """
-        is_at_end = self.came_at_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
+        is_at_end = self.joined_at_call_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
         if is_at_end:
-            self.in_sync, self.came_at_end = True, False
+            self.in_sync, self.joined_at_call_end = True, False
         return is_at_end
 
-    def elsewhere(self, call: int | None) -> bool:
+    def members_are_elsewhere(self, call: int | None) -> bool:
         """After a rollback, inside the call of that number: True if the members are in another place than here.
 
         `call` is None behind a call, which is no place of a checkpoint. The script then leaves its call and comes to
@@ -288,14 +288,14 @@ class Place:
         Raises:
             FallowError: it cannot come there; another process can.
         """
-        if not self.went_back:
+        if not self.was_rolled_back:
             return False
-        self.went_back = False
+        self.was_rolled_back = False
         at = self.position
         if (self.mark, call) == (at.mark, at.call):
             return False
         comes_there = self.mark.inside or at.call >= (self.calls if call is None else call)
         if self.mark[:2] != at.mark[:2] or not comes_there:
-            raise self.unreachable()
+            raise self.unreachable_error()
         self.in_sync, self._goes_back = False, True
         return True

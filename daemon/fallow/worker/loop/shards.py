@@ -47,12 +47,12 @@ class InnerLoop(Iterator[Any]):
         self._source = loop.member.source
         self._update = update
         self.phase = phase
-        self.begun = False
-        self.inside = False
+        self.has_begun = False
+        self.in_body = False
         "the script has a batch in its hands"
-        self.whole = False
+        self.has_sums = False
         "all members have the sums, and the script may act"
-        self.left = False
+        self.was_left = False
         "the script has left it in the middle"
         self._shard, self._weight = 0, 0.0
         "of the batch that it got last"
@@ -65,7 +65,7 @@ class InnerLoop(Iterator[Any]):
 
     def leave(self) -> str:
         """The script goes on without an end of this; returns what to say of it."""
-        self.left = True
+        self.was_left = True
         self._member.reduction.drop()
         return (
             f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
@@ -75,7 +75,7 @@ class InnerLoop(Iterator[Any]):
 
     def complete(self) -> bool:
         """Behind a backward, for the short loop: True if it was the last shard's, and all members have the sums."""
-        return self.inside
+        return self.in_body
 
 
 class RehearsedShards(InnerLoop):
@@ -83,23 +83,23 @@ class RehearsedShards(InnerLoop):
 
     def __next__(self) -> Any:
         member, batches = self._member, self._update.batches
-        if self.begun:
-            self.inside = False
+        if self.has_begun:
+            self.in_body = False
             member.reduction.end_body()
             self._figures.send()
             member.group.wait_and_verify()
-            figures = self._figures.told()
-            self.whole = True
+            figures = self._figures.by_shard()
+            self.has_sums = True
             self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in figures.items()})
             raise StopIteration
-        self.begun, self._weight = True, 1.0
+        self.has_begun, self._weight = True, 1.0
         if 0 not in batches:
             member.seed_random("batch", 0, 0)
             batches[0] = self._source.example(member.reached)
         member.seed_random("body", 0, self.phase, 0)
         member.reduction.begin(self.phase)
         member.reduction.begin_body(0.0, final=True, live=False)
-        self.inside = True
+        self.in_body = True
         return batches[0]
 
 
@@ -129,16 +129,16 @@ class Shards(InnerLoop):
         update.cut = self._source.cut(at.data_epoch, at.index)
 
     def __next__(self) -> Any:
-        if self.left:
+        if self.was_left:
             raise FallowError(self.leave(), Exit.DATA)
-        if self.inside and self.whole:  # since the backward of the body that is over now
-            self.inside = False
+        if self.in_body and self.has_sums:  # since the backward of the body that is over now
+            self.in_body = False
             self._member.reduction.end_body()
-        while not self.whole:
+        while not self.has_sums:
             try:
-                if self.inside:
+                if self.in_body:
                     self._end_body()
-                elif self._member.group.broken is not None or self._loop.generations.fresh:
+                elif self._member.group.broken is not None or self._loop.generations.needs_meeting:
                     self._come_together()
                 elif self._attempt is None:
                     self._deal()
@@ -151,28 +151,28 @@ class Shards(InnerLoop):
         raise StopIteration
 
     def complete(self) -> bool:
-        if not self.inside or self._attempt is None or self._attempt.queue:
+        if not self.in_body or self._attempt is None or self._attempt.queue:
             return False
         try:
             self._end_body()
             self._finish(self._attempt)
         except Interrupted:
             self._come_together()
-        if self.whole:
-            self.inside = True
+        if self.has_sums:
+            self.in_body = True
             self._member.reduction.begin_body(0.0, final=True)  # a gradient that comes until its end is a mistake
-        return self.whole
+        return self.has_sums
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
     def _deal(self) -> None:
         """This member's shards in this generation, from the beginning."""
         member, at, cut = self._member, self._member.place.position, self._update.cut
-        if not self.begun and member.reduction.stray():
+        if not self.has_begun and member.reduction.has_stray_gradients():
             raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
         self._loop.watch.begin_step()
         self._loop.meeting.open(Kind.STEP, value=len(cut.sizes))
-        self.begun = True
+        self.has_begun = True
         watch = self._loop.watch
         self._attempt = _Attempt(member.duties(len(cut.sizes)), watch.steering(), watch.start_weight_sample(at.step))
         self._figures = Figures()
@@ -180,7 +180,7 @@ class Shards(InnerLoop):
             member.pace.begin_step()
         member.buffers.begin()
         # Where members must not cut the step unlike each other, they compare that before anything is sent.
-        compared = self._loop.meeting.compared == member.group.generation and self._source.samples >= 0
+        compared = self._loop.meeting.compared_generation == member.group.generation and self._source.samples >= 0
         waits = member.prepared.reproducible and not compared
         member.reduction.begin(self.phase, member.division.shares(len(cut.sizes)), leave_at_end=waits)
 
@@ -204,7 +204,7 @@ class Shards(InnerLoop):
         member.seed_random("body", at.step, self.phase, duty.shard)
         self._loop.generations.report_arrival()
         member.move()
-        self.inside = True
+        self.in_body = True
         return batch
 
     def _batch(self, key: Key) -> Any:
@@ -213,14 +213,18 @@ class Shards(InnerLoop):
         if key.shard in batches:
             return copied(batches[key.shard])
         batch = self._source.fetch(key)
-        self._member.pace.loaded(self._source.load_s, self._source.processes)
+        self._member.pace.note_load(self._source.load_s, self._source.processes)
         if self.phase:
             batches[key.shard] = copied(batch)
         return batch
 
     def _record(self, shard: int) -> None:
         """In the ledger, once in each generation."""
-        at, generation, recorded = self._member.place.position, self._member.group.generation, self._update.recorded
+        at, generation, recorded = (
+            self._member.place.position,
+            self._member.group.generation,
+            self._update.recorded_shards,
+        )
         if (generation, shard) in recorded:
             return
         recorded.add((generation, shard))
@@ -237,7 +241,7 @@ class Shards(InnerLoop):
         )
 
     def _end_body(self) -> None:
-        member, self.inside = self._member, False
+        member, self.in_body = self._member, False
         member.pace.end_body()
         member.move()
         member.reduction.end_body()
@@ -251,19 +255,19 @@ class Shards(InnerLoop):
         member, at = self._member, self._member.place.position
         if self._loop.watch.steering() != attempt.steering:
             raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
-        self._loop.meeting.hear(Kind.STEP)
+        self._loop.meeting.collect_openings(Kind.STEP)
         self._figures.send()
         parts: list[Part] = []
 
         def tell(sums: Sums) -> Sums:
             # Nobody acts before it has heard this member, whose state and records are complete by then.
-            if not member.standing.complete():
+            if not member.state_status.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
             own = encode(self._part(attempt, sums))
-            parts[:] = map(decode_part, self._loop.generations.hear(lambda: member.group.gather(own)))
+            parts[:] = map(decode_part, self._loop.generations.wait_on_node(lambda: member.group.gather(own)))
             check_parts(parts, at.step, self._update.cut, drift=not member.prepared.reproducible)
-            return Sums.joined([part.sums for part in parts])
+            return Sums.merge([part.sums for part in parts])
 
         sums = member.reduction.finish(tell)
         self._take(Outcome.of(parts, sums))
@@ -276,13 +280,13 @@ class Shards(InnerLoop):
             crc=attempt.crc,
             switch=member.session.orders.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
-            checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
+            checkpoints_asked=member.session.head_status.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
             weight_checksum=self._loop.watch.weight_checksum(attempt.weight_sample),
             agreement=self._loop.watch.agreement(attempt.steering),
             acts=at.acts,
             sums=sums,
-            notes=self._figures.told(),
+            notes=self._figures.by_shard(),
         )
 
     def _take(self, outcome: Outcome) -> None:
@@ -297,33 +301,33 @@ class Shards(InnerLoop):
             self._attempt = None
             return
         member.buffers.settle()
-        member.standing.settle()  # others told that they have what they took from here
+        member.state_status.settle()  # others told that they have what they took from here
         at.finish_operation(encode(outcome), generation)
         at.acts = 0
         self._loop.meeting.forget()
-        self._loop.meeting.compared = generation
-        self.whole = True
+        self._loop.meeting.compared_generation = generation
+        self.has_sums = True
         self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:
         """In a new generation: go on by others' sums, or hand out the shards of its division."""
         member = self._member
-        self.inside = False
+        self.in_body = False
         if self._attempt is not None:
             # Now, and once: members compare their state, and what this one receives may not be overwritten.
             member.buffers.restore()
         # Newcomers would do by themselves what the members have done together in this update.
-        mid_update, step = self._update.asked or bool(self._update.phases_done), member.place.position.step
+        mid_update, step = self._update.made_joint_call or bool(self._update.phases_done), member.place.position.step
         depends_on_step = self._update.depends_on_step
-        met = self._loop.meeting.come_together(
+        result = self._loop.meeting.come_together(
             Kind.STEP, rewind=member.reduction.forget, sums_of=member.reduction.sums_of, bars_newcomers=mid_update
         )
-        if met.outcome is not None:
-            self._take(decode_outcome(met.outcome))
+        if result.outcome is not None:
+            self._take(decode_outcome(result.outcome))
             return
         # Those who trained on without this member have told of the step that they discarded.
-        member.discarded += self._attempt is not None and not member.place.went_back
+        member.discarded_attempts += self._attempt is not None and not member.place.was_rolled_back
         self._loop.check_place(mid_update=mid_update or depends_on_step)
         at = member.place.position
         if at.step != step:

@@ -28,8 +28,8 @@ class Update:
     def __init__(self, loop: "Loop", *, rehearsal: bool) -> None:
         self._loop = loop
         self._kind = RehearsedShards if rehearsal else Shards
-        self.began = time.monotonic()
-        self.open: InnerLoop | None = None
+        self.began_at = time.monotonic()
+        self.inner_loop: InnerLoop | None = None
         "the inner loop at work"
         self.phases_done: list[str] = []
         "phases that are whole"
@@ -41,13 +41,13 @@ class Update:
         "its shards; a rehearsal has none"
         self.batches: dict[int, Any] = {}
         "shard -> its batch, where another phase may need it"
-        self.recorded: set[tuple[int, int]] = set()
+        self.recorded_shards: set[tuple[int, int]] = set()
         "(generation, shard) that are in the ledger"
         self.figures: dict[str, float] = {}
         "means over all samples of the step, of all its inner loops so far"
         self.place_was_read = False
         "the script has looked at the step or the epoch in front of the first inner loop"
-        self.asked = False
+        self.made_joint_call = False
         "there was a `run.mean` or a `run.barrier` in it"
         self._settings = loop.watch.settings(loop.watch.rates())
 
@@ -57,9 +57,9 @@ class Update:
         return self._loop.step
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """The script is inside its first inner loop, or behind that."""
-        return bool(self.phases_done) or (self.open is not None and self.open.begun)
+        return bool(self.phases_done) or (self.inner_loop is not None and self.inner_loop.has_begun)
 
     @property
     def depends_on_step(self) -> bool:
@@ -84,9 +84,9 @@ class Update:
         Raises:
             FallowError: another inner loop is not over, or this one was there already.
         """
-        if self.open is not None:
-            if self.open.begun:
-                raise FallowError(self.open.leave(), Exit.DATA)
+        if self.inner_loop is not None:
+            if self.inner_loop.has_begun:
+                raise FallowError(self.inner_loop.leave(), Exit.DATA)
             raise FallowError(f"step {self.step}: an inner loop inside an inner loop", Exit.DATA)
         if name in self.phases_done:
             what = f"phase {name!r}" if name else "the inner loop"
@@ -95,8 +95,8 @@ class Update:
                 "`for batch in update.phase(name):`",
                 Exit.DATA,
             )
-        self.open = self._kind(self._loop, self, name)
-        return self.open
+        self.inner_loop = self._kind(self._loop, self, name)
+        return self.inner_loop
 
     def note(self, **figures: float | torch.Tensor) -> None:
         """Inside the inner loop: the shard's mean of something; dropped if the shard is done again.
@@ -104,9 +104,9 @@ class Update:
         Raises:
             FallowError: behind it, or it is no number.
         """
-        if self.open is None or not self.open.inside:
+        if self.inner_loop is None or not self.inner_loop.in_body:
             raise FallowError("update.note belongs inside the inner loop, behind it read update.mean", Exit.DATA)
-        self.open.note(figures)
+        self.inner_loop.note(figures)
 
     def mean(self, name: str) -> float:
         """Behind the inner loop: the mean over all samples of the step; shards without the figure count as 0.
@@ -126,7 +126,7 @@ class Update:
         self.figures |= means
         if outcome is not None:
             self._loop.member.recorded_step = self.step
-        self.open, self.outcome, self.generation = None, outcome, generation
+        self.inner_loop, self.outcome, self.generation = None, outcome, generation
 
     # ------------------------------------------------------------------------------------------ behind the update
 
@@ -134,19 +134,19 @@ class Update:
         """Count it."""
         member, cut = self._loop.member, self.cut
         at, progress = member.place.position, member.progress
-        member.boundary = time.monotonic()
+        member.last_step_end = time.monotonic()
         member.recorded_step = -1
         member.pace.end_step()
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
         at.loss = self.figures.get("loss", at.loss)
         at.finish_step(cut.samples, last=cut.last)
-        speed = cut.samples / max(member.boundary - self.began, 1e-9)
+        speed = cut.samples / max(member.last_step_end - self.began_at, 1e-9)
         progress.step = at.step
         progress.tell(
             epoch=member.place.epoch,
             reached=(at.data_epoch, at.index),
             loss=at.loss,
-            samples_per_s=0.9 * (progress.told.samples_per_s or speed) + 0.1 * speed,
+            samples_per_s=0.9 * (progress.figures.samples_per_s or speed) + 0.1 * speed,
             pace_s=member.pace.value,
         )
 
@@ -159,17 +159,17 @@ class Update:
             return
         if outcome.checkpoint and member.saver is not None:
             requests = outcome.checkpoints_asked
-            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, asked=requests)
+            member.saver.save(group, member.prepared, member.plain_values(), at.step, at.loop_epoch, asked=requests)
             if member.saver.leaves_alone:
                 member.saver.finish()
                 generations.depart()
         if outcome.switch > group.generation:
-            generations.due = outcome.switch
+            generations.next_generation = outcome.switch
         elif group.broken is None and outcome.drifted and at.step >= generations.aligned_until:
             # Each member's optimizer acts for itself, and kernels of unlike processors may differ in a result's last
             # bit. Without `reproducible=True` that is no mistake, as it is none under DDP; but what is never brought
             # together drifts apart. So now and then members come together as at the beginning of a generation.
-            generations.fresh, generations.aligned_until = True, at.step + _ALIGN_STEPS
+            generations.needs_meeting, generations.aligned_until = True, at.step + _ALIGN_STEPS
         elif group.broken is None:
             assert member.source is not None
             old = member.division

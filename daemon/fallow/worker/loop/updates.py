@@ -19,7 +19,7 @@ from fallow.worker.guards.watch import Watch
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.loop.exchange import Call, Kind
 from fallow.worker.loop.generations import Generations
-from fallow.worker.loop.meeting import EndedAlone, Meeting
+from fallow.worker.loop.meeting import Meeting, ScriptEndedEarly
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.update import Update
 from fallow.worker.prepared.objects import Prepared, signature_of
@@ -50,10 +50,10 @@ class Loop:
         "a call is at work"
         self._call: int | None = None
         "number of the call whose end the members have not agreed on"
-        self.rehearsing = False
+        self.is_rehearsing = False
         self._rehearsed_step = 0
         "where the members were when the rehearsal began, as far as this worker had heard"
-        self.short = False
+        self.is_short_loop = False
         "updates are driven by the short loop, whose gate tells what may act"
         self._had_strays: dict[int, bool] = {}
         "by optimizer at work: there were gradients of no inner loop before its step, which may be this member's alone"
@@ -72,28 +72,28 @@ class Loop:
             )
         self.end_call()
         call = place.begin_call()
-        if place.elsewhere(call):
+        if place.members_are_elsewhere(call):
             return
         member.source = source
         source.moved = member.move
         member.move()
         self.watch.begin_call()
         _ = member.reduction  # what it refuses, it refuses before others meet this member
-        self.meeting.call, self.meeting.compared = self._call_to_compare(source, epochs, max_steps), -1
+        self.meeting.call, self.meeting.compared_generation = self._call_to_compare(source, epochs, max_steps), -1
         is_alone = session is None and member.group.size == 1
         self._in_call = True
         try:
             with nullcontext() if is_alone else graphs_cut_at_buckets():
-                if not place.joined:
+                if not place.has_joined:
                     if session is not None:
-                        if session.news.newest.joins:
-                            yield from self._rehearse(session.news.newest.step)
+                        if session.head_status.last_reply.joins:
+                            yield from self._rehearse(session.head_status.last_reply.step)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
-                    member.boundary = time.monotonic()
+                    member.last_step_end = time.monotonic()
                     self.meeting.join()
-                if place.behind(call):
+                if place.members_are_past(call):
                     self._settle(call)
                     return  # the members are past this call
                 place.begin_call_with_members()
@@ -106,7 +106,7 @@ class Loop:
             # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those who
             # come to the end of the call by it agree on that when they do the next thing together.
             update = self.update
-            if update is not None and update.open is None and update.phases_done:
+            if update is not None and update.inner_loop is None and update.phases_done:
                 self._close(update)
             raise
         finally:
@@ -119,7 +119,7 @@ class Loop:
         member, place = self.member, self.member.place
         while True:
             while place.position.passes < epochs and (max_steps is None or place.position.call_steps < max_steps):
-                if self.generations.wanted or self.generations.fresh:
+                if self.generations.must_switch or self.generations.needs_meeting:
                     self.meeting.come_together(Kind.STEP)
                 if self._goes_elsewhere(self._call):
                     return
@@ -128,8 +128,8 @@ class Loop:
                 yield update
                 self._close(update)
                 update._act_on_outcome()
-            self.meeting.joint(Kind.END)
-            if not place.went_back:
+            self.meeting.joint_call(Kind.END)
+            if not place.was_rolled_back:
                 break
             if self._goes_elsewhere(self._call):
                 return
@@ -137,7 +137,7 @@ class Loop:
 
     def _goes_elsewhere(self, call: int | None) -> bool:
         """After a rollback: True if the members are in another place, to which the script comes as a newcomer's."""
-        is_elsewhere = self.member.place.elsewhere(call)
+        is_elsewhere = self.member.place.members_are_elsewhere(call)
         if is_elsewhere:
             self._settle(call)
         return is_elsewhere
@@ -152,9 +152,9 @@ class Loop:
             FallowError: it is not; another process can.
         """
         place = self.member.place
-        went_back = place.went_back
-        if place.elsewhere(self._call) or (went_back and mid_update):
-            raise place.unreachable()
+        was_rolled_back = place.was_rolled_back
+        if place.members_are_elsewhere(self._call) or (was_rolled_back and mid_update):
+            raise place.unreachable_error()
 
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
@@ -164,8 +164,8 @@ class Loop:
         self.update = None
 
     def _check_whole(self, update: Update) -> None:
-        if update.open is not None:
-            raise FallowError(update.open.leave(), Exit.DATA)
+        if update.inner_loop is not None:
+            raise FallowError(update.inner_loop.leave(), Exit.DATA)
         if not update.phases_done:
             raise FallowError(
                 f"step {update.step}: an update without its inner loop: `for batch in update: ...backward()` in front "
@@ -177,7 +177,7 @@ class Loop:
     def step(self) -> int:
         """Number of the update at work, or finished ones; for the script."""
         self._note_reading()
-        return self._rehearsed_step if self.rehearsing else self.member.place.position.step
+        return self._rehearsed_step if self.is_rehearsing else self.member.place.position.step
 
     @property
     def epoch(self) -> int:
@@ -186,7 +186,7 @@ class Loop:
         return self.member.place.epoch
 
     def _note_reading(self) -> None:
-        if self.update is not None and not self.update.begun:
+        if self.update is not None and not self.update.has_begun:
             self.update.place_was_read = True
 
     # -------------------------------------------------------------------------------------------------- newcomers
@@ -199,7 +199,7 @@ class Loop:
         """
         member = self.member
         self._rehearsed_step = step
-        self.rehearsing = True
+        self.is_rehearsing = True
         self.update = update = Update(self, rehearsal=True)
         try:
             before = Snapshot(member.prepared)
@@ -214,7 +214,7 @@ class Loop:
                     member.saver.asked = False
             self._check_whole(update)
         finally:
-            self.rehearsing, self.update = False, None
+            self.is_rehearsing, self.update = False, None
 
     def _announce(self, session: Session, source: Source, epochs: int, max_steps: int | None) -> None:
         """Tell the head that this worker is ready, with a signature of the state."""
@@ -239,7 +239,7 @@ class Loop:
     def _settle(self, call: int | None) -> None:
         """The members are past this call: what is done on the way to them must not change the state."""
         self.generations.report_arrival()
-        while not self.member.standing.settle():
+        while not self.member.state_status.settle():
             self.meeting.join()
         if self.member.place.ends_call_with_members(call):
             self._catch_up.put_back()
@@ -269,17 +269,17 @@ class Loop:
         place = self.member.place
         if self._call is not None and not self._in_call:
             update = self.update
-            if update is not None and update.open is not None:
-                text = update.open.leave()
+            if update is not None and update.inner_loop is not None:
+                text = update.inner_loop.leave()
                 if script:  # by `sys.exit`, say, whose code must not become another one
                     sys.stderr.write(f"fallow: {text}\n")
-                    raise EndedAlone
+                    raise ScriptEndedEarly
                 if sys.exc_info()[0] is None:
                     raise Divergence(text)
-                if update.open.begun:  # the others may be waiting for its sums
+                if update.inner_loop.has_begun:  # the others may be waiting for its sums
                     raise FallowError(text, Exit.DATA)  # not `Apart`: what is being handled may be this node's failure
             self.update = self._call = None
-            self.meeting.joint(Kind.END, ended=script)
+            self.meeting.joint_call(Kind.END, has_ended=script)
             self._goes_elsewhere(None)
         if not self._in_call:
             place.finish_left_loop()
@@ -293,13 +293,13 @@ class Loop:
         update = self.update
         if update is None:
             return
-        if not self.rehearsing:
+        if not self.is_rehearsing:
             self.member.place.position.acts += 1
-        if self.short:
+        if self.is_short_loop:
             return
-        if update.open is not None:
-            if not update.open.begun or not update.open.inside:
-                raise FallowError(update.open.leave(), Exit.DATA)
+        if update.inner_loop is not None:
+            if not update.inner_loop.has_begun or not update.inner_loop.in_body:
+                raise FallowError(update.inner_loop.leave(), Exit.DATA)
             raise FallowError(
                 f"step {update.step}: an optimizer's step inside the inner loop, or behind a break from it: gradients "
                 "are whole when the inner loop has ended; write it behind that",
@@ -324,8 +324,8 @@ class Loop:
     def _has_strays(self, update: Update) -> bool:
         """Return True if there are gradients of no inner loop, beside those of the last one."""
         reduction = self.member.reduction
-        has_strays = reduction.stray()
-        if reduction.nothing and has_strays:
+        has_strays = reduction.has_stray_gradients()
+        if reduction.has_no_gradients and has_strays:
             raise FallowError(
                 f"step {update.step}: no shard made a backward inside the inner loop, and one behind it trains this "
                 "member alone: `for batch in update: loss_fn(model(batch)).backward()`; neither make a list of an "
@@ -334,26 +334,26 @@ class Loop:
             )
         return has_strays
 
-    def together(self, kind: Kind, value: float) -> float:
+    def joint_call(self, kind: Kind, value: float) -> float:
         """The mean of the members' values: between inner loops, or outside of all calls."""
-        if self.rehearsing:
+        if self.is_rehearsing:
             return value
         if self._in_call:
-            if self.update is not None and self.update.open is not None:
+            if self.update is not None and self.update.inner_loop is not None:
                 raise FallowError(
                     f"run.{kind.name.lower()} inside the inner loop: write update.note(x=...) there and "
                     "update.mean('x') behind it",
                     Exit.DATA,
                 )
             if self.update is not None:
-                self.update.asked = True
-            answer = self.meeting.joint(kind, value)
+                self.update.made_joint_call = True
+            answer = self.meeting.joint_call(kind, value)
             self.check_place(mid_update=True)
             return answer
         self.end_call()
         if not self.member.place.in_sync:
             return value
-        answer = self.meeting.joint(kind, value)
+        answer = self.meeting.joint_call(kind, value)
         self._goes_elsewhere(None)
         return answer
 

@@ -13,7 +13,7 @@ from torch import nn
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.prepared.modes import Modes, extra_holders, read_extra
-from fallow.worker.prepared.state import device_of, encode, named_parameters, placed, plain_name
+from fallow.worker.prepared.state import decode_onto, device_of, encode, named_parameters, plain_name
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 
@@ -36,7 +36,7 @@ class Prepared:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.others: list[Any] = []
+        self.stateful_objects: list[Any] = []
         "schedulers, scalers, averages, and whatever has state_dict and load_state_dict"
         self.dicts: list[dict[Any, Any]] = []
         "of plain values and tensors"
@@ -56,7 +56,7 @@ class Prepared:
         Raises:
             FallowError: it has no state that can be handed to another member, or it was given before.
         """
-        prepared_objects = [*self.modules, *self.optimizers, *self.others, *self.dicts, *self.generators]
+        prepared_objects = [*self.modules, *self.optimizers, *self.stateful_objects, *self.dicts, *self.generators]
         kind = type(thing).__name__
         if any(thing is other for other in prepared_objects):
             raise FallowError(f"prepare: {kind} was given twice; prepare each object once")
@@ -73,7 +73,7 @@ class Prepared:
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers.append(thing)
         elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            self.others.append(thing)
+            self.stateful_objects.append(thing)
         elif isinstance(thing, dict):
             encode(dict(thing), f"prepare: {kind}")
             self.dicts.append(thing)
@@ -87,9 +87,9 @@ class Prepared:
                 Exit.DATA,
             )
 
-    def acting(self) -> list[tuple[Any, list[str]]]:
+    def acting_objects(self) -> list[tuple[Any, list[str]]]:
         """Objects that change their state once per step, and the names of the methods that do it."""
-        things = [*self.optimizers, *self.others]
+        things = [*self.optimizers, *self.stateful_objects]
         acting_methods = (
             (thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things
         )
@@ -163,7 +163,7 @@ class Prepared:
             "models": [{name: tensor.detach() for name, tensor in _named(module).items()} for module in self.modules],
             "groups": [_groups(optimizer, self._parameter_names()) for optimizer in self.optimizers],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "others": [thing.state_dict() for thing in self.others],
+            "others": [thing.state_dict() for thing in self.stateful_objects],
             "dicts": [dict(values) for values in self.dicts],
         }
 
@@ -193,10 +193,10 @@ class Prepared:
                     optimizer.load_state_dict(saved)
                 _keep_strides(optimizer)
             for own, values in zip(self.dicts, state["dicts"], strict=True):
-                values = placed(encode(values, "dict"), encode(dict(own), "dict"))
+                values = decode_onto(encode(values, "dict"), encode(dict(own), "dict"))
                 own.clear()
                 own.update(values)
-            stateful_pairs = list(zip(self.others, state["others"], strict=True))
+            stateful_pairs = list(zip(self.stateful_objects, state["others"], strict=True))
         except (KeyError, ValueError, RuntimeError) as error:
             raise FallowError(
                 f"the run's state does not fit what this script prepared: {error}; "
@@ -226,7 +226,7 @@ class Prepared:
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
             *(f"optimizer.{number} {type(optimizer).__name__}" for number, optimizer in enumerate(self.optimizers)),
             *extra_holders(self.modules),
-            *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)),
+            *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.stateful_objects)),
             *(f"dict.{number}" for number in range(len(self.dicts))),
         ]
 

@@ -125,7 +125,7 @@ def decode(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
         raise FallowError(f"a received or stored state cannot be read: {error}", Exit.DATA) from None
 
 
-def placed(encoded: Encoded, live: Encoded, first: int = 0) -> Any:
+def decode_onto(encoded: Encoded, live: Encoded, first: int = 0) -> Any:
     """Decode a tree with its tensors, from the `first` one on, on the devices of the live ones in their places."""
     places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
     tensors = [
@@ -238,7 +238,7 @@ def from_bytes(data: bytes, device: torch.device = HOST) -> Any:
     """
     try:
         tree, parts = msgspec.msgpack.decode(data, type=tuple[bytes, list[tuple[TensorSpec, bytes]]])
-        tensors = room([spec for spec, _ in parts])
+        tensors = allocate([spec for spec, _ in parts])
         for n, (spec, raw) in enumerate(parts):
             as_bytes(tensors[n]).numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
             if spec.on_device:
@@ -266,7 +266,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return lying.contiguous().reshape(-1).view(torch.uint8)
 
 
-def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
+def allocate(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
     """New tensors: those of the host in one block of memory, those with `on_device` on `device` each by itself."""
     is_away = [devices.asynchronous(device) and spec.on_device for spec in specs]
     sizes = [
@@ -283,7 +283,7 @@ def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bo
     return tensors
 
 
-def fitting(live: Iterable[torch.Tensor], specs: Iterable[TensorSpec]) -> dict[int, torch.Tensor]:
+def reusable_tensors(live: Iterable[torch.Tensor], specs: Iterable[TensorSpec]) -> dict[int, torch.Tensor]:
     """By number, the live tensors that are as specified, so that their memory takes such a tensor's bytes."""
     pairs = enumerate(zip(live, specs, strict=False))
     alike = {n: tensor.detach() for n, (tensor, spec) in pairs if spec_of(tensor) == spec}
@@ -307,7 +307,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 def host_copies(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event | None]:
     """Copies of the tensors' values now, in one block of host memory, and the event behind which they may be read."""
     device = device_of(tensors)
-    copies = room([spec_of(tensor) for tensor in tensors], pinned=devices.asynchronous(device))
+    copies = allocate([spec_of(tensor) for tensor in tensors], pinned=devices.asynchronous(device))
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor.detach(), non_blocking=True)
     return copies, devices.event(device)

@@ -115,7 +115,7 @@ class Sum:
         self.flat.add_(other.flat)
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Somebody else holds a tensor in this memory, for example a script that keeps last step's gradients."""
         return _users(self.flat) != self._users
 
@@ -214,7 +214,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
 
     @staticmethod
-    def joined(parts: "Sequence[Sums]") -> "Sums":
+    def merge(parts: "Sequence[Sums]") -> "Sums":
         """Put all members' parts together; the order of the parts is that of the ranks."""
         return Sums(
             is_void=any(part.is_void for part in parts),

@@ -110,7 +110,7 @@ class Exact(Arithmetic):
                 continue
             numel = group.size * _piece_length(bucket.numel, group.size)
             total = self._memory.get(bucket.number)
-            if total is None or len(total.flat) != numel or total.shared:
+            if total is None or len(total.flat) != numel or total.is_shared:
                 total = self._memory[bucket.number] = Sum(bucket, bucket.dtype, numel)
             self._add_up(exchanges, total.flat)
             self._sums[bucket.number] = total
@@ -125,7 +125,7 @@ class Exact(Arithmetic):
             nodes: dict[int, torch.Tensor] = {}
             for rank, row in enumerate(self._blocks):
                 for exchange, (shard, shards) in zip(exchanges, row, strict=False):
-                    nodes[shard] = exchange.of(rank)[start - first : end - first]
+                    nodes[shard] = exchange.piece_of(rank)[start - first : end - first]
                     merge(nodes, shard, shards, 0)
             total[start:end].copy_(fold(nodes))
 
@@ -194,7 +194,7 @@ class _Tree:
     def _new_sum(self) -> Sum:
         while self._unused:
             total = self._unused.pop()
-            if not total.shared:
+            if not total.is_shared:
                 break
         else:
             total = Sum(self._bucket, self._bucket.dtype)
@@ -235,7 +235,7 @@ class _Exchange:
         outgoing = self._received[:0] if flat is None else flat[self._send_slice]
         self.group.exchange(outgoing, self._sent_counts, self._received, self._received_counts)
 
-    def of(self, rank: int) -> torch.Tensor:
+    def piece_of(self, rank: int) -> torch.Tensor:
         """This member's piece of another one's node, once the exchange is complete; to be used up."""
         if rank == self.group.rank and self._own is not None:
             return self._own[self.start : self.stop]

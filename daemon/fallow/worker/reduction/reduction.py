@@ -62,7 +62,7 @@ class Reduction:
     """Sums gradients over shards and members. Made once per run.
 
     `begin`, then `begin_body` and `end_body` for each shard of this member, then `finish` and `give_out`. Hooks raise
-    nothing: what goes wrong in one is raised by `end_body` or `finish`.
+    has_no_gradients: what goes wrong in one is raised by `end_body` or `finish`.
 
     `named` has all parameters that could train, in model order: what is frozen now may train later. The `buffers` of
     the modules are shared beside the sums.
@@ -112,14 +112,14 @@ class Reduction:
         "a gradient came too late, here in this attempt"
         self._returning: set[int] = set()
         "buckets that got gradients in void attempts at this sum, on any member; empty: there was none"
-        self.repeated = 0
+        self.repeated_sums = 0
         "finished sums that were made again for that reason"
         self._mistake: Exception | None = None
         "raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
         self.sums_of = 0
         "generation + 1 in which this member got the sums of this attempt, which are untouched; 0: it has not got them"
-        self.nothing = False
+        self.has_no_gradients = False
         "no member made a backward in the last sum"
         self.after_backward: Callable[[], None] = lambda: None
         "called when a backward is over"
@@ -148,7 +148,7 @@ class Reduction:
         """
         self._handed_gradients = [None] * len(self._params)
         self._clear()
-        self._phase, self._takes_gradients, self.sums_of, self.nothing = phase, True, 0, False
+        self._phase, self._takes_gradients, self.sums_of, self.has_no_gradients = phase, True, 0, False
         self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
         # A newcomer does not know of the others' second backwards, and in its first sum would make all begin anew.
         is_guess = self.order is not None and phase not in self._most_of_late
@@ -240,9 +240,9 @@ class Reduction:
             self._returning |= used_buckets
             return False
         # Not before: where the group breaks, some members may have heard of a void attempt and others not.
-        self.repeated, self._returning = self.repeated + bool(self._returning), set()
+        self.repeated_sums, self._returning = self.repeated_sums + bool(self._returning), set()
         self._takes_gradients = False
-        self.nothing = not touched
+        self.has_no_gradients = not touched
         with torch.no_grad():
             for number in used_buckets:
                 bucket = self._buckets[number]
@@ -270,7 +270,7 @@ class Reduction:
         """The gradients that there are now count as handed out: an optimizer's step has made them."""
         self._handed_gradients = [parameter.grad for parameter in self._params]
 
-    def stray(self) -> bool:
+    def has_stray_gradients(self) -> bool:
         """Return True if the script made gradients outside of inner loops, and of an optimizer's step."""
         now = map(attrgetter("grad"), self._params)
         pairs = zip(now, self._handed_gradients, strict=True)
@@ -281,12 +281,12 @@ class Reduction:
         return {
             "idle": dict(sorted(self._unused.items())),
             "order": self.order,
-            "repeated": self.repeated,
+            "repeated": self.repeated_sums,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over an exported state."""
-        self.order, self.repeated = state["order"], state.get("repeated", 0)
+        self.order, self.repeated_sums = state["order"], state.get("repeated", 0)
         self._lay_out()
         self._unused = dict(state["idle"])
 

@@ -31,12 +31,12 @@ class Orders:
 
     def __init__(self, node: int, slot: int) -> None:
         self._node, self._slot = node, slot
-        self.newest = Order(node=node, term=0, edition=0)
+        self.newest_order = Order(node=node, term=0, edition=0)
         self.upcoming: Upcoming | None = None
         "the generation to go over to; None: there is none"
-        self.taken = 0
+        self.current_generation = 0
         "the generation that the worker has gone over to last"
-        self.given_up = 0
+        self.given_up_generation = 0
         "the worker finishes no step in this generation or an older one any more"
         self._highest = 0
         "of all planned ones"
@@ -45,15 +45,15 @@ class Orders:
 
     def obey(self, order: Order) -> Moves:
         """Take a newer order; one that is not newer changes nothing."""
-        if (order.term, order.edition) <= (self.newest.term, self.newest.edition):
+        if (order.term, order.edition) <= (self.newest_order.term, self.newest_order.edition):
             return Moves()
-        self.newest, plan = order, order.plan
+        self.newest_order, plan = order, order.plan
         broken = order.broken
         if plan is not None and plan.interrupt:
             broken = max(broken, plan.replaces)
         if order.end is not None:
             broken = max(broken, self._highest)
-        self.given_up = max(self.given_up, broken)
+        self.given_up_generation = max(self.given_up_generation, broken)
         previous, build = self.upcoming, None
         if plan is not None and plan.generation > self._highest and order.end is None:
             self._highest = plan.generation
@@ -94,24 +94,32 @@ class Orders:
         return upcoming.generation if upcoming and upcoming.committed and upcoming.standing else 0
 
     @property
-    def prepared(self) -> int:
+    def prepared_generation(self) -> int:
         """Newest generation whose group stands."""
-        return self.upcoming.generation if self.upcoming is not None and self.upcoming.standing else self.taken
+        return (
+            self.upcoming.generation
+            if self.upcoming is not None and self.upcoming.standing
+            else self.current_generation
+        )
 
     @property
-    def superseded(self) -> bool:
+    def is_superseded(self) -> bool:
         """The generation that was taken is over: a newer one is committed, or it was given up, or this worker ends."""
-        return self.switch_offered > 0 or self.given_up >= self.taken or self.newest.end is not None
+        return (
+            self.switch_offered > 0
+            or self.given_up_generation >= self.current_generation
+            or self.newest_order.end is not None
+        )
 
     def give_up(self, generation: int) -> None:
         """The worker finishes no step of this generation any more, by itself."""
-        self.given_up = max(self.given_up, generation)
+        self.given_up_generation = max(self.given_up_generation, generation)
 
     def take(self) -> Upcoming:
         """Go over to the generation that is offered."""
         upcoming, self.upcoming = self.upcoming, None
         assert upcoming is not None
-        self.taken = upcoming.generation
+        self.current_generation = upcoming.generation
         return upcoming
 
 

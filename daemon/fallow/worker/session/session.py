@@ -19,7 +19,7 @@ from fallow.core.protocol import Heard, News, Setup, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.wire.frames import AgentChannel
-from fallow.worker.session.head_status import HeadNews
+from fallow.worker.session.head_status import HeadStatus
 from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
@@ -51,7 +51,7 @@ class Session:
 
     def __init__(self, connect: Connect, *, grouped: bool = True) -> None:
         self.progress = Progress()
-        self.news = HeadNews()
+        self.head_status = HeadStatus()
         self._grouped = grouped
         self._changed = threading.Condition()
         "guards orders and groups, and is notified of whatever comes from the head"
@@ -77,10 +77,10 @@ class Session:
         """
         self._channel.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or (self._start and self.news.is_known), patience_s)
+            self._changed.wait_for(lambda: self._failure or (self._start and self.head_status.is_known), patience_s)
             if self._failure is not None:
                 raise self._failure
-            if self._start is None or not self.news.is_known:
+            if self._start is None or not self.head_status.is_known:
                 raise FallowError(
                     f"the node's agent did not answer for {patience_s:g} s; see `fallow doctor`", Exit.TEMPFAIL
                 )
@@ -143,7 +143,7 @@ class Session:
             reason: why it broke; of no interest if the head has given the generation up.
         """
         with self._changed:
-            if generation > self.orders.given_up:
+            if generation > self.orders.given_up_generation:
                 self._statement.say(break_reason=reason[:_LONGEST_REASON])
             self.orders.give_up(generation)
             self._speak()
@@ -173,7 +173,7 @@ class Session:
                 except Unreadable as error:
                     sys.stderr.write(f"fallow: {self.worker}: {error.message}\n")
                 if self._waits_in_vain():
-                    self.groups.interrupt(self.orders.taken, "the others have finished")
+                    self.groups.interrupt(self.orders.current_generation, "the others have finished")
                     self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------- what the head says
@@ -186,9 +186,9 @@ class Session:
                 case Order():
                     self._obey(message)
                 case News():
-                    self.news.take(message)
+                    self.head_status.take(message)
                 case Heard():
-                    self.news.hear(message.silent_s)
+                    self.head_status.note_silence(message.silent_s)
                 case Gathered():
                     for gathers in self._gathers():
                         if gathers.generation == message.generation:
@@ -217,7 +217,7 @@ class Session:
 
     def _obey(self, order: Order) -> None:
         moves = self.orders.obey(order)
-        self._statement.note(self.orders.newest.noted)
+        self._statement.note(self.orders.newest_order.noted)
         reason = order.end.reason if order.end is not None else f"the head gives up generation {moves.interrupt}"
         self.groups.interrupt(moves.interrupt, reason)
         if moves.drop is not None:
@@ -254,7 +254,7 @@ class Session:
     @property
     def is_main(self) -> bool:
         """As long as this worker is in no generation: it is the main one, as the head last said."""
-        return self.orders.newest.is_main and self.start.slot == 0
+        return self.orders.newest_order.is_main and self.start.slot == 0
 
     @property
     def computed(self) -> int:
@@ -289,7 +289,7 @@ class Session:
                         raise Answered(upcoming.plan.outcome)
                     if is_offered:
                         return self._take()
-                    left_s = self.setup.patience_s - min(self.news.silent_s, time.monotonic() - since)
+                    left_s = self.setup.patience_s - min(self.head_status.silent_s, time.monotonic() - since)
                     if left_s <= 0:
                         raise FallowError(
                             f"worker {self.worker}: the head was silent for {self.setup.patience_s:g} s while this "
@@ -313,13 +313,13 @@ class Session:
         self._close_gathers()
         self._current = upcoming
         self.groups.enter(upcoming)
-        if upcoming.generation <= self.orders.given_up:
+        if upcoming.generation <= self.orders.given_up_generation:
             self.groups.interrupt(upcoming.generation, "the head has given it up")
         self._speak()
         return upcoming
 
     def _raise_end(self) -> None:
-        order = self.orders.newest
+        order = self.orders.newest_order
         if order.end is not None:
             raise Dismissed(order.end)
         if order.finish is not None and self._waits_in_vain():
@@ -327,7 +327,7 @@ class Session:
 
     def _waits_in_vain(self) -> bool:
         """Others' scripts have ended, and this worker, a member, waits for them."""
-        if self.orders.newest.finish is None or not self.orders.taken:
+        if self.orders.newest_order.finish is None or not self.orders.current_generation:
             return False
         doing, stalled_s = self.progress.doing(self.groups.current)
         patience_s = _LATE_S if self.progress.awaiting_since is None else _LOST_S

@@ -95,7 +95,7 @@ class Handler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        return self.session.orders.newest.end is not None
+        return self.session.orders.newest_order.end is not None
 
     def set_closed(self) -> None:
         """Only the head ends a run."""
@@ -103,7 +103,7 @@ class Handler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """1 when the script has to be stopped for another generation. Asked by torchrun as long as the script runs."""
         self.session.progress.move(in_loop=False)
-        return int(self.session.orders.superseded)
+        return int(self.session.orders.is_superseded)
 
     def shutdown(self) -> bool:
         self.session.close()
@@ -122,14 +122,14 @@ class Handler(RendezvousHandler):
             shards = self._shards
             contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
             session.announce(contract)
-        elif not session.orders.superseded:
+        elif not session.orders.is_superseded:
             self._begin_again("its script has failed")
         while True:
             taken = self._taken = self._await_generation()
             info = self._meet(taken)
             if info is not None:
                 return info
-            if not session.orders.superseded:
+            if not session.orders.is_superseded:
                 self._begin_again(f"the members did not meet within {MEET_S:g} s")
 
     def _begin_again(self, reason: str) -> None:
@@ -198,7 +198,7 @@ class Handler(RendezvousHandler):
         end = time.monotonic() + MEET_S
         try:
             gathers.give(_MEETING, own)
-            while not self.session.orders.superseded and time.monotonic() < end:
+            while not self.session.orders.is_superseded and time.monotonic() < end:
                 told = gathers.parts(_MEETING, _LOOK_S)
                 if told is not None:
                     return told
@@ -219,7 +219,7 @@ class Handler(RendezvousHandler):
             DistStoreError: the generation is over.
         """
         session = self.session
-        if self._taken is generation and not session.orders.superseded:
+        if self._taken is generation and not session.orders.is_superseded:
             return
         if self._ended and session.orders.switch_offered:
             following = self._await_generation().gathers
