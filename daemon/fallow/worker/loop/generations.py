@@ -1,4 +1,4 @@
-"""Going over to the next generation: when, with whom, and what is reported of it."""
+"""The switch into the next generation: when a member switches, with which members, and what it reports."""
 
 import sys
 import time
@@ -20,12 +20,12 @@ from fallow.worker.transport.build import Upcoming
 from fallow.worker.transport.waits import Interrupted
 
 _HEALED = (
-    "fallow: generation {generation}: this member's weights were not those of the others at step {step}; they were "
-    "replaced. Does this node compute differently, or does the script change weights by hand?\n"
+    "fallow: generation {generation}: at step {step} this member's weights differed from the other members' weights "
+    "and were replaced. Either this node computes differently or the script changes weights by hand.\n"
 )
 
 _FIXED_WORLD_PLAN = Plan(generation=0, replaces=0)
-"A fixed world's only generation."
+"Plan of a fixed world's only generation."
 
 _decode_parts = msgspec.msgpack.Decoder(list[bytes]).decode
 
@@ -38,37 +38,37 @@ class Released(SystemExit):
 
 
 class Generations:
-    """Of one member: which one it is in, and its way into the next."""
+    """The generation that this member is in, and its switch into the next one."""
 
     def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
         self._member = member
         self._on_resize = on_resize
         self._voice = Voice()
         self.plan = _FIXED_WORLD_PLAN
-        "of the generation at work"
+        "plan of the current generation"
         self.needs_meeting = True
-        "its members have not come together yet, or their weights have drifted apart since"
+        "the members have not compared their state in this generation, or their weights have drifted apart since"
         self._computed_generation = -1
-        "the generation in which this member has computed last"
+        "last generation in which this member has computed; -1: none"
         self.aligned_until = 0
-        "step before which this generation's members are not brought together again, though their weights drift apart"
+        "before this step, drifting weights do not make the members compare their state again"
         self._healed_generation = -1
-        "the last one in which it received others' weights in the place of its own"
+        "last generation in which this member's weights were replaced; -1: none"
         self.next_generation = 0
-        "generation that all members enter behind the last step; 0: none"
+        "generation that all members enter after the last step; 0: none"
         self.is_released = False
-        "this worker has left the run, or was told to"
+        "this worker has left the run, or the head has told it to leave"
         self._is_forgotten = False
-        "what this member held did not count any more when it entered the generation at work"
+        "the state that this member held was obsolete when it entered the current generation"
         self._unreported: Switch | None = None
-        "that this member computes in the generation, as far as it was known on entering"
+        "report of the switch into the current generation, as far as it was known then; None: reported"
         self._began_at = 0.0
         self._parts = Parts()
-        "of the pause, until the members of the next generation come together"
+        "parts of the pause until the members of the next generation come together"
 
     @property
     def must_switch(self) -> bool:
-        """This member has to enter the next one before it can do anything together with others."""
+        """True if this member must enter the next generation before it can exchange anything with others."""
         group = self._member.group
         return (
             group.broken is not None
@@ -77,15 +77,15 @@ class Generations:
         )
 
     def enter(self, *, is_asking: bool) -> None:
-        """Take the next generation that is committed; its members then have to come together.
+        """Wait for the next committed generation and enter it. Its members then have to come together.
 
         Args:
             is_asking: this member waits in a joint call.
 
         Raises:
-            Answered: what this member waits for was complete on a member that is gone.
-            FallowError: a fixed world has broken, or the head is gone for good.
-            Released: this worker is not in it.
+            Answered: the joint call was complete on a member that has failed; the exception has its answer.
+            FallowError: a fixed world has broken, or the head is silent for too long.
+            Released: the generation is without this worker.
         """
         member, session = self._member, self._member.session
         group = member.group
@@ -95,7 +95,7 @@ class Generations:
                 "start it again, or run it under `fallow run`"
             )
         reached = time.monotonic()
-        if not self.next_generation:  # else it has passed the boundary, and nobody cares for the old group
+        if not self.next_generation:  # else this member has passed the boundary, and the old group does not matter
             self._report_break()
         group.node.leave()
         if group.broken is not None and group.generation and member.saver is not None:
@@ -120,13 +120,13 @@ class Generations:
             session.say(has_state=False)
 
     def wait_on_node(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
-        """What the members decide by: if one worker of this node has heard it, all of them have.
+        """Wait for all members' messages. If one worker of this node receives them, all workers of the node do.
 
         Args:
-            wait: waits for it.
+            wait: waits for the messages and returns them, by rank.
 
         Raises:
-            Interrupted: none of them has.
+            Interrupted: no worker of this node has received the messages.
         """
         node = self._member.group.node
         if node.size == 1:
@@ -149,7 +149,7 @@ class Generations:
             session.hold(group.generation, group.broken)
 
     def _wait(self) -> bool:
-        """What there is to do while no generation is committed; True: there is more."""
+        """Do what can be done while no generation is committed. Return True if more work is left."""
         member = self._member
         step = member.place.position.step
         if (
@@ -161,10 +161,10 @@ class Generations:
         return member.follow()
 
     def _answers(self, upcoming: Upcoming) -> bool:
-        """A member that waits in a joint call waits for what a member had heard that has failed since.
+        """Return True if a failed member had the answer of the joint call in which this member waits.
 
-        It goes on with that answer as what it was, in the broken generation. In the next one it might be the main
-        member, and would do once more what the other one has begun to do.
+        This member then takes the answer and goes on in the broken generation. In the next generation it might be the
+        main member, and would repeat what the failed main member has begun to do.
         """
         member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
         if outcome is None or session is None or not member.state_status.holds:
@@ -173,7 +173,7 @@ class Generations:
         return is_answer and upcoming.counts(session.computed)
 
     def restore(self) -> dict[str, object] | None:
-        """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
+        """Load the newest readable checkpoint; None if the run has no checkpoint."""
         session = self._member.session
 
         def report(path: str, reason: str) -> None:
@@ -184,19 +184,19 @@ class Generations:
         return state
 
     def begin_generation(self, paces: list[float], parts: Parts, *, is_healed: bool, was_rolled_back: bool) -> None:
-        """All members are there, and have the run's state: from here on this one computes in the generation.
+        """Begin to compute in the generation: all members are present and have the run's state.
 
         Args:
-            paces: of all members, by rank.
-            parts: of the pause, since the members have come together.
-            is_healed: this member was as far as the others with other weights than most of them, and received theirs:
-                at the beginning of the generation, or amid it.
-            was_rolled_back: no member had the run's state: it is that of a checkpoint.
+            paces: seconds per shard of all members, by rank.
+            parts: parts of the pause since the members have come together.
+            is_healed: this member's weights differed from the majority's and were replaced. That happens at the
+                beginning of a generation or amid it.
+            was_rolled_back: no member held the run's state, so all members loaded a checkpoint.
         """
         member, place, session = self._member, self._member.place, self._member.session
         newcomer, generation = not place.has_joined, member.group.generation
         self.needs_meeting, member.division = False, Division(tuple(paces))
-        if is_healed and generation != self._healed_generation:  # of each further time nobody need hear
+        if is_healed and generation != self._healed_generation:  # reported once a generation
             self._healed_generation = generation
             sys.stderr.write(_HEALED.format(generation=generation, step=place.position.step))
             if session is not None:
@@ -211,12 +211,12 @@ class Generations:
             if session is not None and session.head_status.last_reply.joins:
                 session.head_status.note_checkpoint(
                     session.head_status.checkpoints_asked
-                )  # asked for while it was none of theirs
-            member.last_step_end = self._began_at  # it was waiting before, and stands still from here on
+                )  # requests from before this worker joined are not its own
+            member.last_step_end = self._began_at  # until now it was waiting; its pause begins here
         self._voice.speak(speaks=member.group.rank == 0)
         member.reduction.attach(member.group)
         at = place.position
-        # Behind an inner loop, or between two phases, the generation before has computed the step at work.
+        # After an inner loop, or between two phases, the generation before has computed the current step.
         first_step = at.step + (member.recorded_step == at.step)
         member.ledger.add(Start(generation=generation, first_step=first_step))
         member.ledger.flush()
@@ -234,10 +234,10 @@ class Generations:
             callback()
 
     def report_arrival(self) -> None:
-        """Say that this worker computes in the new generation, once its first batch is here."""
+        """Report to the head that this worker computes in the new generation. Call when its first batch is loaded."""
         arrival, self._unreported = self._unreported, None
         member, now = self._member, time.monotonic()
-        intake, member.state_status.latest = member.state_status.latest, None  # it may hold a whole state
+        intake, member.state_status.latest = member.state_status.latest, None  # the intake may hold a whole state
         if arrival is None:
             return
         newcomer = member.place.joined_in == arrival.generation
@@ -252,7 +252,7 @@ class Generations:
         if intake is None:
             self._tell(switch)
         else:
-            # Until all of the state is here this member cannot give it to others.
+            # This member cannot donate state before it has all of it.
             intake.completion.add_done_callback(lambda _: self._tell(replace(switch, bytes_behind=intake.bytes_behind)))
 
     def _tell(self, switch: Switch) -> None:
@@ -266,7 +266,7 @@ class Generations:
         self._voice.speak(speaks=False)
         if member.saver is not None and member.place.has_joined:
             at = member.place.position
-            # Where the group broke behind an inner loop, the optimizer may have made a step that is not counted yet.
+            # If the group broke after an inner loop, the optimizer may have made a step that is not counted yet.
             if upcoming.plan.suspends and member.state_status.holds and member.recorded_step != at.step:
                 member.saver.suspend(member.group, member.prepared, member.plain_values(), at.step, at.loop_epoch)
             else:
@@ -277,7 +277,7 @@ class Generations:
         """Leave the run between two updates.
 
         Args:
-            first_without: the generation that was told to be without this worker; 0: nobody told it.
+            first_without: the generation in which the head leaves this worker out; 0: the worker leaves by itself.
 
         Raises:
             Released: always.

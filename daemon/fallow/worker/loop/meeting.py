@@ -1,7 +1,8 @@
 """How members come together: at the beginning of each operation, and again in each new generation.
 
-Who has finished an operation knows that all could: so nobody is more than one ahead, and who is one behind needs only
-what the others concluded, a few bytes. State goes to newcomers, and to those that had not received all of it.
+A member finishes an operation only if all members can finish it. So no member is more than one operation ahead, and a
+member that is one behind needs only the outcome of that operation, a few bytes. The run's state is sent to newcomers
+and to members that have only a part of it.
 """
 
 import struct
@@ -34,28 +35,28 @@ _IN_CALLBACK = (
 
 
 class ScriptEndedEarly(Exception):
-    """This member's script has ended while the others go on in the loop."""
+    """This member's script has ended while the other members are still in a run.updates loop."""
 
 
 class MeetingResult(NamedTuple):
-    """All members are at one operation."""
+    """The operation at which all members have come together."""
 
     kind: Kind
     outcome: bytes | None = None
-    "what a joint call gives, or what the others have concluded of an inner loop: this member has to go on by that"
+    "answer of a joint call, or the other members' outcome of an inner loop, which this member must adopt"
     generation: int | None = None
-    "in which they did, if not in this one: it becomes `Position.concluded`, which donors must have alike"
+    "generation that concluded the outcome, if not the current one; it becomes `Position.concluded`"
 
 
 class Meeting:
-    """Of one member."""
+    """One member's side of coming together: it sends its opening and evaluates all members' openings."""
 
     def __init__(self, member: Member, generations: Generations) -> None:
         self._member = member
         self._generations = generations
         self.call = Call()
         self.compared_generation = -1
-        "generation in which all members' openings in the call at work were alike"
+        "last generation in which all members' openings of the current call were compared; -1: none"
         self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
@@ -69,14 +70,14 @@ class Meeting:
         bars_newcomers: bool = False,
         has_ended: bool = False,
     ) -> None:
-        """Tell where this member is, once for each operation in a generation.
+        """Send this member's opening to all members, once for each operation and generation.
 
         Args:
-            kind: of the operation.
-            value: this member's part of a joint call.
-            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
+            kind: kind of the operation.
+            value: see `Opening`.
+            sums_of: see `Opening`.
             bars_newcomers: see `Opening`.
-            has_ended: its script is over.
+            has_ended: see `Opening`.
 
         Raises:
             Interrupted: the group broke.
@@ -108,17 +109,17 @@ class Meeting:
         self._exchange = member.group.tell(pack(own_opening))
 
     def collect_openings(self, kind: Kind) -> list[Opening]:
-        """All members' openings of an operation of that kind, by rank.
+        """Wait for all members' openings of an operation of that kind, and return them by rank.
 
         Raises:
-            Interrupted: the group broke, or a member's script has ended.
-            EndedAlone: it is this member's.
-            Apart: the members are at different places of the script.
-            Stranger: this newcomer is.
+            Interrupted: the group broke, or another member's script has ended.
+            ScriptEndedEarly: this member's script has ended.
+            Divergence: the members are at different places of the script.
+            Stranger: this newcomer is at another place than the members.
         """
-        assert self._exchange is not None, "an opening is told before it is heard"
+        assert self._exchange is not None, "call `open` before `collect_openings`"
         fresh, wait = self._generations.needs_meeting, self._exchange.wait
-        # Nobody acts by those of a step, and workers of a node are done with their shards at unlike times.
+        # Openings of a step decide nothing, and the workers of a node finish their shards at different times.
         texts = wait() if kind is Kind.STEP and not fresh else self._generations.wait_on_node(wait)
         openings = [unpack(text) for text in texts]
         if not fresh:
@@ -126,11 +127,11 @@ class Meeting:
         return openings
 
     def forget(self) -> None:
-        """The operation is over, or the generation is."""
+        """Drop the opening: the operation or the generation is over."""
         self._exchange = None
 
     def _check(self, openings: Sequence[Opening], ranks: Sequence[int]) -> None:
-        """Compare where those members are."""
+        """Check that these members are at the same place of the script."""
         group = self._member.group
         ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
         present = [openings[rank] for rank in ranks]
@@ -157,12 +158,12 @@ class Meeting:
         """Wait until all members are at this operation, however often the membership changes meanwhile.
 
         Args:
-            kind: of the operation.
-            rewind: called before state is handed over: puts it back to the operation's beginning.
-            opening: as for `open`.
+            kind: kind of the operation.
+            rewind: puts this member's state back to the operation's beginning. Called before a transfer of state.
+            opening: further arguments of `open`.
 
         Raises:
-            FallowError: see `collect_openings`; or nobody is left who has the state.
+            FallowError: see `collect_openings`; or no remaining member holds the state.
             Released: this member has left the run.
         """
         member, generations = self._member, self._generations
@@ -178,13 +179,13 @@ class Meeting:
                     return _result(kind, openings)
                 ranks = agreement.ranks_of(openings)
                 if ranks.lacking_outcome:
-                    # Those who are one operation behind learn what the others have concluded.
+                    # Members that are one operation behind receive its outcome.
                     group, source = member.group, ranks.newest[0]
                     texts = group.gather(member.place.position.outcome if group.rank == source else b"")
                     self.forget()
                     if group.rank in ranks.lacking_outcome:
                         return MeetingResult(kind, texts[source], openings[source].concluded - 1)
-                    continue  # this member opens the next operation when it comes to it
+                    continue  # this member sends its opening when it reaches the next operation
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
                 if kind in JOINT and not member.state_status.settle():
@@ -199,19 +200,21 @@ class Meeting:
                 result = _result(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
                     self._follow(result)
-                    member.place.was_rolled_back = member.place.in_sync  # the script has to look where they are
+                    member.place.was_rolled_back = (
+                        member.place.in_sync
+                    )  # the script must compare its place with the members' place
                     return MeetingResult(where)
                 return result
             except Interrupted:
                 self.forget()
 
     def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
-        """What the members are at. Where nobody has the state, those who had it go back to the front of a step."""
+        """Return the members' operation. If no member holds the state, all go back to a step's beginning."""
         present = [openings[rank] for rank in ranks.newest] or [one for one in openings if not one.joined_in]
         return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
-        """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
+        """Send the state from the members that hold it to the others. Raises Interrupted: holders still hold it."""
         member, group, state_status = self._member, self._member.group, self._member.state_status
         for rank, one in enumerate(openings):
             if one.generation != group.generation:
@@ -222,7 +225,9 @@ class Meeting:
         self._check(openings, holders)
         someone_joins = bool(ranks.stale) or any(not one.joined_in for one in openings)
         if someone_joins and any(openings[rank].bars_newcomers for rank in holders):
-            self._interrupt("the members are amid an update, or in run.mean or run.barrier: who is to join them waits")
+            self._interrupt(
+                "the members are amid an update, or in run.mean or run.barrier; newcomers wait until that is over"
+            )
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
@@ -257,17 +262,17 @@ class Meeting:
         )
 
     def _donors(self, openings: Sequence[Opening], holders: list[int]) -> tuple[list[int], list[int]]:
-        """Ranks whose state counts, and ranks that are as far but hold other weights.
+        """Return the ranks whose state counts, and the ranks that are equally far but hold different weights.
 
-        More than half of those that have the state must agree; where unlike kernels may be the reason that they do
-        not, the largest side counts, of equal ones that with the first rank.
+        In a reproducible run, more than half of the holders must agree. Otherwise different kernels may be the reason,
+        and the largest side counts. Of equally large sides the one with the lowest rank counts.
         """
         if not holders and self._generations.plan.checkpoints:
             return [0], []
         if not holders:
             if self._member.state_status.value == TORN:
                 raise FallowError(
-                    "every member that had the state is gone, and this one had not received all of it yet; "
+                    "every member that held the state has failed before this one received all of it; "
                     "the run goes on from its newest checkpoint",
                     Exit.TEMPFAIL,
                 )
@@ -289,26 +294,30 @@ class Meeting:
         self._member.reduction.load(msgspec.convert(values["sums"], dict[str, object]))
 
     def load(self, tree: dict[str, object]) -> None:
-        """Take the state that a checkpoint holds."""
+        """Load the state of a checkpoint."""
         self._take_plain(load_from_host(self._member.prepared, tree))
 
     # -------------------------------------------------------------------------------------------------- joint calls
 
     def join(self) -> None:
-        """A newcomer comes to where the members are."""
+        """Bring a newcomer to the members' operation."""
         self._follow(self.come_together(Kind.COMING))
 
     def _follow(self, result: MeetingResult) -> None:
-        """What the members do together where this one comes to them is done by now."""
+        """Conclude the operation at which this member joins: the members have finished it."""
         if result.outcome is not None:
             self._conclude(result.kind, result.outcome)
         self._member.place.joined_at_call_end = result.kind is Kind.END
 
     def joint_call(self, kind: Kind, value: float = 0.0, *, has_ended: bool = False) -> float:
-        """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
+        """Do a mean, a barrier or the end of a call together with all members, even if members fail meanwhile.
+
+        Returns:
+            The mean of all members' values.
 
         Raises:
-            FallowError: the others are in another place of the script, or have left it; or this is `run.on_resize`.
+            FallowError: the others are at another place of the script, or their scripts have ended; or the caller is
+                a callback of `run.on_resize`.
         """
         if self._exchange is not None:
             raise FallowError(_IN_CALLBACK, Exit.DATA)
@@ -336,7 +345,7 @@ class Meeting:
 
     @property
     def answer(self) -> float:
-        """What the last operation gave if it was a joint call, else 0."""
+        """Answer of the last operation if that was a joint call, else 0."""
         outcome = self._member.place.position.outcome
         return float(_ANSWER.unpack(outcome)[0]) if len(outcome) == _ANSWER.size else 0.0
 
@@ -349,7 +358,7 @@ class Meeting:
 
 
 def _result(kind: Kind, openings: Sequence[Opening]) -> MeetingResult:
-    """All members are at an operation; the mean over those that are in a joint call is what that call gives."""
+    """Make the result for an operation at which all members are. A joint call's answer is the mean over its members."""
     if kind is Kind.STEP:
         return MeetingResult(kind)
     values = [one.value for one in openings if one.kind == kind]

@@ -1,7 +1,7 @@
-"""An inner loop: this member's shards, handed out again as long as the sums are not whole and certain.
+"""An inner loop: this member's shards, handed out again until all members have complete sums.
 
-A newcomer rehearses its first update by itself: whole, but for one batch only, and on throw-away state. That compiles,
-makes the optimizers' state, starts loader processes and fixes the order in which gradients come.
+A newcomer rehearses one update by itself, on one batch, and its state is restored afterwards. The rehearsal compiles
+the model, makes the optimizers' state and starts loader processes.
 """
 
 from collections.abc import Iterator
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 _CHANGED = (
     "step {step}: weights or learning rates were changed inside the inner loop, which runs once for each shard and "
-    "again after a loss: write that behind the inner loop (an Embedding with max_norm changes its weights in forward: "
-    "leave max_norm out)"
+    "again after a member is lost: change them after the inner loop (an Embedding with max_norm changes its "
+    "weights in forward: leave max_norm out)"
 )
 
 _IN_FRONT = (
     "step {step}: a backward in front of the inner loop, or the capture of one by torch.cuda.graph: its gradients "
-    "would be lost, since they are summed over the members in the inner loop only; write it inside, or behind it in "
-    "front of the optimizer's step"
+    "would be lost, because only the inner loop sums gradients over the members; write the backward inside the inner "
+    "loop, or between the inner loop and the optimizer's step"
 )
 
 
 class InnerLoop(Iterator[Any]):
-    """What `for batch in update` goes over; `phase` is empty if the update has one inner loop only."""
+    """The iterator of `for batch in update`. `phase` is empty if the update has only one inner loop."""
 
     def __init__(self, loop: "Loop", update: "Update", phase: str) -> None:
         assert loop.member.source is not None
@@ -49,22 +49,22 @@ class InnerLoop(Iterator[Any]):
         self.phase = phase
         self.has_begun = False
         self.in_body = False
-        "the script has a batch in its hands"
+        "the script works on a batch"
         self.has_sums = False
-        "all members have the sums, and the script may act"
+        "all members have the sums, and the script may step its optimizers"
         self.was_left = False
-        "the script has left it in the middle"
+        "the script has left the inner loop before its end"
         self._shard, self._weight = 0, 0.0
-        "of the batch that it got last"
+        "shard and weight of the last batch that the script received"
         self._figures = Figures()
 
     def note(self, figures: dict[str, Any]) -> None:
-        """Figures of the shard that the script has in its hands."""
+        """Note figures of the shard that the script works on."""
         if self._weight:
             self._figures.note(self._shard, self._weight, figures)
 
     def leave(self) -> str:
-        """The script goes on without an end of this; returns what to say of it."""
+        """Note that the script has left the inner loop before its end. Returns the error text for that."""
         self.was_left = True
         self._member.reduction.drop()
         return (
@@ -74,12 +74,12 @@ class InnerLoop(Iterator[Any]):
         )
 
     def complete(self) -> bool:
-        """Behind a backward, for the short loop: True if it was the last shard's, and all members have the sums."""
+        """Return True if the last shard's backward is over and all members have the sums. For the short loop."""
         return self.in_body
 
 
 class RehearsedShards(InnerLoop):
-    """A newcomer's: one batch, whose gradients stay as autograd made them. Nobody waits for it."""
+    """The inner loop of a rehearsal: one batch, whose gradients are not summed. No member waits for it."""
 
     def __next__(self) -> Any:
         member, batches = self._member, self._update.batches
@@ -105,33 +105,33 @@ class RehearsedShards(InnerLoop):
 
 @dataclass(slots=True)
 class _Attempt:
-    """This member's shards in one generation, from the beginning."""
+    """One attempt at an inner loop: this member's shards in one generation."""
 
     queue: list[Duty]
-    "shards that the script has not got yet"
+    "shards that were not handed out yet"
     steering: list[Any]
     weight_sample: torch.Tensor
     has_begun: bool = False
-    "one of them was handed out"
+    "a shard was handed out"
     samples: int = 0
     crc: int = 0
-    "both of the shards that were handed out"
+    "`samples` and `crc`: sums over the shards that were handed out"
 
 
 class Shards(InnerLoop):
-    """This member's shards, handed out again as long as the sums are not whole and certain."""
+    """This member's shards, handed out again until all members have complete sums."""
 
     def __init__(self, loop: "Loop", update: "Update", phase: str) -> None:
         super().__init__(loop, update, phase)
         self._attempt: _Attempt | None = None
-        "in the generation at work"
+        "the attempt in the current generation; None: not begun"
         at = self._member.place.position
         update.cut = self._source.cut(at.data_epoch, at.index)
 
     def __next__(self) -> Any:
         if self.was_left:
             raise FallowError(self.leave(), Exit.DATA)
-        if self.in_body and self.has_sums:  # since the backward of the body that is over now
+        if self.in_body and self.has_sums:  # the short loop finished at the end of this body's backward
             self.in_body = False
             self._member.reduction.end_body()
         while not self.has_sums:
@@ -160,13 +160,15 @@ class Shards(InnerLoop):
             self._come_together()
         if self.has_sums:
             self.in_body = True
-            self._member.reduction.begin_body(0.0, final=True)  # a gradient that comes until its end is a mistake
+            self._member.reduction.begin_body(
+                0.0, final=True
+            )  # a further gradient before the end of the body is a mistake
         return self.has_sums
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
     def _deal(self) -> None:
-        """This member's shards in this generation, from the beginning."""
+        """Begin an attempt with all of this member's shards in this generation."""
         member, at, cut = self._member, self._member.place.position, self._update.cut
         if not self.has_begun and member.reduction.has_stray_gradients():
             raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
@@ -179,7 +181,7 @@ class Shards(InnerLoop):
         if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
-        # Where members must not cut the step unlike each other, they compare that before anything is sent.
+        # In a reproducible run members compare how they cut the step before they send any gradient.
         compared = self._loop.meeting.compared_generation == member.group.generation and self._source.samples >= 0
         waits = member.prepared.reproducible and not compared
         member.reduction.begin(self.phase, member.division.shares(len(cut.sizes)), leave_at_end=waits)
@@ -208,7 +210,7 @@ class Shards(InnerLoop):
         return batch
 
     def _batch(self, key: Key) -> Any:
-        """The shard's batch; where the step has phases each gets a copy of its own to work on."""
+        """Return the shard's batch. If the step has phases, each phase gets a copy of its own."""
         batches = self._update.batches
         if key.shard in batches:
             return copied(batches[key.shard])
@@ -219,7 +221,7 @@ class Shards(InnerLoop):
         return batch
 
     def _record(self, shard: int) -> None:
-        """In the ledger, once in each generation."""
+        """Write the shard into the ledger, once in each generation."""
         at, generation, recorded = (
             self._member.place.position,
             self._member.group.generation,
@@ -245,13 +247,15 @@ class Shards(InnerLoop):
         member.pace.end_body()
         member.move()
         member.reduction.end_body()
-        if self._shard == 0 and member.group.rank == 0:  # in every division rank 0 has shard 0; others may have a copy
+        if (
+            self._shard == 0 and member.group.rank == 0
+        ):  # rank 0 has shard 0 in every division; other members may have a copy
             member.buffers.keep()
 
     # ------------------------------------------------------------------------------------------------- its end
 
     def _finish(self, attempt: _Attempt) -> None:
-        """Wait for the sums, and for all to have them. Raises Interrupted: then others alone may be certain."""
+        """Wait until all members have the sums. Raises Interrupted: other members may have concluded nevertheless."""
         member, at = self._member, self._member.place.position
         if self._loop.watch.steering() != attempt.steering:
             raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
@@ -260,9 +264,9 @@ class Shards(InnerLoop):
         parts: list[Part] = []
 
         def tell(sums: Sums) -> Sums:
-            # Nobody acts before it has heard this member, whose state and records are complete by then.
+            # Members wait for this part before they act. So this member's state and ledger must be complete first.
             if not member.state_status.complete():
-                raise Interrupted(member.group.broken or "the state did not come")
+                raise Interrupted(member.group.broken or "the state did not arrive")
             member.ledger.flush()
             own = encode(self._part(attempt, sums))
             parts[:] = map(decode_part, self._loop.generations.wait_on_node(lambda: member.group.gather(own)))
@@ -290,18 +294,18 @@ class Shards(InnerLoop):
         )
 
     def _take(self, outcome: Outcome) -> None:
-        """Everybody has the sums: they become gradients, unless they are void."""
+        """All members have the sums: make them gradients, unless they are void."""
         member, at = self._member, self._member.place.position
         generation = member.reduction.sums_of - 1
         if not member.reduction.give_out(outcome.sums):
-            # The same shards in the same generation: they are in the ledger already, only their batches are used up.
+            # The ledger has these shards of this generation already; only their batches must be loaded again.
             member.reduction.drop()
             member.replan()
             member.buffers.restore()
             self._attempt = None
             return
         member.buffers.settle()
-        member.state_status.settle()  # others told that they have what they took from here
+        member.state_status.settle()  # the receivers of this member's state have confirmed all of it
         at.finish_operation(encode(outcome), generation)
         at.acts = 0
         self._loop.meeting.forget()
@@ -311,13 +315,13 @@ class Shards(InnerLoop):
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:
-        """In a new generation: go on by others' sums, or hand out the shards of its division."""
+        """In a new generation: adopt the other members' outcome, or hand out the shards of the new division."""
         member = self._member
         self.in_body = False
         if self._attempt is not None:
-            # Now, and once: members compare their state, and what this one receives may not be overwritten.
+            # Restore before the meeting: members compare their state, and received state must not be overwritten.
             member.buffers.restore()
-        # Newcomers would do by themselves what the members have done together in this update.
+        # Amid an update no newcomer may join: it would do alone what the members have done together.
         mid_update, step = self._update.made_joint_call or bool(self._update.phases_done), member.place.position.step
         depends_on_step = self._update.depends_on_step
         result = self._loop.meeting.come_together(
@@ -326,7 +330,7 @@ class Shards(InnerLoop):
         if result.outcome is not None:
             self._take(decode_outcome(result.outcome))
             return
-        # Those who trained on without this member have told of the step that they discarded.
+        # After a rollback the other members report the attempt that was discarded.
         member.discarded_attempts += self._attempt is not None and not member.place.was_rolled_back
         self._loop.check_place(mid_update=mid_update or depends_on_step)
         at = member.place.position

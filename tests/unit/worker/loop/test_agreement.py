@@ -122,8 +122,8 @@ def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off:
     [
         ([5, 7, 5], "differ (the weights of rank 1 of 3 are not those of most members"),
         ([7, 5, 5, 8, 5], "differ (the weights of ranks 0, 3 of 5 are not those of most members"),
-        ([7, 5], "differ; what stands behind the inner loop"),
-        ([7, 7, 5, 5], "differ; what stands behind the inner loop"),
+        ([7, 5], "differ; the code after the inner loop"),
+        ([7, 7, 5, 5], "differ; the code after the inner loop"),
     ],
 )
 def test_the_members_whose_weights_came_apart_are_named_unless_they_may_drift(checksums: list[int], whose: str) -> None:

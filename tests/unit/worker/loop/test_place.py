@@ -105,7 +105,7 @@ def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
 
 
 def test_a_newcomer_that_leaves_a_loop_by_what_is_another_thing_now_is_a_stranger() -> None:
-    """As `while run.step < n` is: it is past the members' place and has not come by there."""
+    """As `while run.step < n` is: it has passed the members' place without reaching it."""
 
     def trains(script: Script, rounds: int) -> Iterator[str]:
         for _ in range(rounds):
