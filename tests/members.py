@@ -64,7 +64,7 @@ def telling(group: Group) -> Callable[[Sums], Sums]:
 
     def tell(mine: Sums) -> Sums:
         parts = group.gather(msgspec.msgpack.encode(mine))
-        return Sums.joined([msgspec.msgpack.decode(part, type=Sums) for part in parts])
+        return Sums.merge([msgspec.msgpack.decode(part, type=Sums) for part in parts])
 
     return tell
 

@@ -18,7 +18,7 @@ from fallow.model import SampleReport
 from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
-from fallow.worker.session.news import HeadNews
+from fallow.worker.session.head_status import HeadStatus
 from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.build import Upcoming
@@ -38,13 +38,13 @@ class ScriptedSession:
 
     def __init__(self, worker: str, world: "World", setup: Setup) -> None:
         self.worker, self.setup, self._world = worker, setup, world
-        self.progress, self.news = Progress(), HeadNews()
+        self.progress, self.head_status = Progress(), HeadStatus()
         self.facts: dict[str, list[Any]] = {}
         "field of a status -> what this member has said of it, one after the other"
         self.generation = self.computed = 0
         self.group: Group | None = None
         self.run: Run | None = None
-        self.news.take(News(term=1, joins=not world.is_first(worker)))
+        self.head_status.take(News(term=1, joins=not world.is_first(worker)))
         self.orders = _Orders(self, world)
         self.groups = Groups("", None)
         self._offered: Upcoming | None = None

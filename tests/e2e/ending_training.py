@@ -42,7 +42,7 @@ def place(name: str, act: Callable[[], object]) -> None:
     script has not. `joint`: it has the answer of a `run.mean` or the end of a call, which nobody else may have.
     """
     if name == "joint":
-        plain_hear = Meeting.hear
+        plain_hear = Meeting.collect_openings
 
         def hear(self: Meeting, kind: Kind) -> Any:
             heard = plain_hear(self, kind)
@@ -50,7 +50,7 @@ def place(name: str, act: Callable[[], object]) -> None:
                 act()
             return heard
 
-        Meeting.hear = hear
+        Meeting.collect_openings = hear
         return
     plain = Reduction.finish
 

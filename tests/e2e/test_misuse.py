@@ -9,7 +9,7 @@ from local_rig import Script
 
 SCRIPT = str(Path(__file__).with_name("misuse_cases.py"))
 
-INSIDE = "step 3: an optimizer's step inside the inner loop, or behind a break from it"
+INSIDE = "step 3: an optimizer's step inside the inner loop, or after a break from it"
 LEFT = "step 3: the inner loop was left before its end"
 UNLIKE = "step 4: the members' weights, learning rates, or what is frozen or in eval() differ"
 ALIKE = "on all members: no `if` around it"

@@ -19,7 +19,7 @@ from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.watch import watch_steps
 from fallow.worker.loop.exchange import Kind
 from fallow.worker.loop.generations import Released
-from fallow.worker.loop.meeting import EndedAlone
+from fallow.worker.loop.meeting import ScriptEndedEarly
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.update import Update
 from fallow.worker.loop.updates import Loop
@@ -172,7 +172,9 @@ class Run:
     def epochs(self, n: int) -> Iterator[int]:
         """Iterate over epochs like `range(n)`, but a new member starts at the members' current epoch."""
         session = self._session
-        return self._place.epochs(n, lambda: 0 if session is None else session.news.newest.epoch, self._loop.end_call)
+        return self._place.epochs(
+            n, lambda: 0 if session is None else session.head_status.last_reply.epoch, self._loop.end_call
+        )
 
     # ------------------------------------------------------------------------------------------------ properties
 
@@ -217,7 +219,7 @@ class Run:
     def _is_main_now(self) -> bool:
         if self._generations.released or self._loop.rehearsing:
             return False
-        if self._session is None or self._place.joined:
+        if self._session is None or self._place.has_joined:
             return self._member.group.rank == 0
         return self._session.is_main
 
@@ -251,11 +253,11 @@ class Run:
         Raises:
             FallowError: the call is inside an inner loop (use `update.note`), or members are at different positions.
         """
-        return self._loop.together(Kind.MEAN, float(x.detach() if isinstance(x, torch.Tensor) else x))
+        return self._loop.joint_call(Kind.MEAN, float(x.detach() if isinstance(x, torch.Tensor) else x))
 
     def barrier(self) -> None:
         """Wait for all members, outside of inner loops."""
-        self._loop.together(Kind.BARRIER, 0.0)
+        self._loop.joint_call(Kind.BARRIER, 0.0)
 
     def checkpoint(self) -> None:
         """Request a durable checkpoint, written in the background. A request of one member is enough.
@@ -285,7 +287,7 @@ class Run:
 
     def _end_script(self) -> int | None:
         session = self._session
-        if self._generations.released:
+        if self._generations.is_released:
             return 0
         # Read first: closing a loop that the script left by `break` may need a later generation.
         generation = self.generation
@@ -293,8 +295,8 @@ class Run:
             self._call.close()  # the script may not have finished the loop
         try:
             self._loop.end_call(script=True)
-            if self._place.astray:
-                raise self._place.stranger()
+            if self._place.is_astray:
+                raise self._place.stranger_error()
         except Released:
             return 0
         except EndedAlone:
@@ -314,7 +316,7 @@ class Run:
             digest=state.digest([module.state_dict() for module in self._prepared.modules]),
             loss=at.loss,
             samples=at.samples,
-            repeated=self._member.reduction.repeated,
+            repeated=self._member.reduction.repeated_sums,
             agreed=at.op,
             answer=self._loop.meeting.answer,
         )
@@ -323,9 +325,9 @@ class Run:
 
     def _report_failure(self, code: int, message: str, trace: str, signature: str) -> None:
         session, place = self._session, self._place
-        if session is None or self._generations.released:
+        if session is None or self._generations.is_released:
             return
-        self._generations.released = True
+        self._generations.is_released = True
         answer = self._loop.meeting.answer
         fault = Fault(
             code=code,
@@ -334,7 +336,7 @@ class Run:
             signature=clean(signature, _LONGEST_SIGNATURE),
             step=session.progress.step,
             outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=answer)
-            if place.joined
+            if place.has_joined
             else None,
         )
         session.say(fault=fault)
@@ -383,7 +385,7 @@ def init() -> Run:
     process.enable_stack_dumps()
     process.leave_sigterm_to_the_head()
     session = process.session_with_agent(channel)
-    process.leave_sigterm_to_the_head(session.news.warn)
+    process.leave_sigterm_to_the_head(session.head_status.warn)
     return attach(session)
 
 

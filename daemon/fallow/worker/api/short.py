@@ -29,7 +29,7 @@ def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> I
     Raises:
         FallowError: a body needs the two-level loop.
     """
-    gate.guard(loop.member.prepared.acting())
+    gate.guard(loop.member.prepared.acting_objects())
 
     def behind_backward() -> None:
         if gate.backward:
@@ -39,12 +39,12 @@ def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> I
                 Exit.DATA,
             )
         gate.backward = True
-        shards = loop.update.open if loop.update is not None else None
+        shards = loop.update.inner_loop if loop.update is not None else None
         if shards is not None:
             gate.open = shards.complete()
 
     reduction = loop.member.reduction
-    reduction.after_backward, loop.short = behind_backward, True
+    reduction.after_backward, loop.is_short_loop = behind_backward, True
     try:
         for update in updates:
             for batch in update:
@@ -59,7 +59,7 @@ def steps(loop: Loop, gate: "Gate", updates: Generator[Update, None, None]) -> I
             gate.open = gate.backward = True
     finally:
         gate.open = gate.backward = True
-        reduction.after_backward, loop.short = (lambda: None), False
+        reduction.after_backward, loop.is_short_loop = (lambda: None), False
         updates.close()
 
 

@@ -43,7 +43,7 @@ from fallow.worker.checkpoint.manifest import (
     write_manifest,
 )
 from fallow.worker.checkpoint.parts import PartSnapshot, extra_parts
-from fallow.worker.prepared.modes import common
+from fallow.worker.prepared.modes import common_modes
 from fallow.worker.prepared.state import dtype_named
 
 PATIENCE_S = 600.0
@@ -158,7 +158,7 @@ class Writing(threading.Thread):
             snapshot.manifest,
             chunks=[chunk for part in parts for chunk in part.chunks],
             extra=[blob for part in parts for blob in part.extra],
-            modes=common([part.modes or [] for part in parts]),
+            modes=common_modes([part.modes or [] for part in parts]),
             files=[file for part in parts for file in part.files],
         )
         digest = write_manifest(temporary, manifest)

@@ -58,7 +58,7 @@ class Watch:
             )
         first = self._known_parameters is None
         self._check_prepared()
-        self._prepared.modes.look()
+        self._prepared.modes.list_parts()
         self._weights = [parameter for _, parameter in self._prepared.parameters()]
         if first:
             summed = set(map(id, self._weights))
@@ -110,7 +110,7 @@ class Watch:
             )
         for number, optimizer in enumerate(self._prepared.optimizers):
             scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-            if scheduled and not any(_drives(thing, optimizer) for thing in self._prepared.others):
+            if scheduled and not any(_drives(thing, optimizer) for thing in self._prepared.stateful_objects):
                 raise FallowError(
                     f"a learning-rate scheduler is attached to optimizer {number} ({type(optimizer).__name__}) but was "
                     "not prepared, so a member that joins would not have its state; write run.prepare(..., scheduler)",

@@ -89,14 +89,14 @@ class Intake:
     def _lay_out(self, text: bytes) -> None:
         """Allocate memory for the state. On the calling thread, so that device memory belongs to its stream."""
         self._outline = outline = msgspec.msgpack.decode(text, type=Outline)
-        place = state.fitting(self._prepared.weights() if self._in_place else [], outline.tensors)
+        place = state.reusable_tensors(self._prepared.weights() if self._in_place else [], outline.tensors)
         self.received = {id(tensor) for tensor in place.values()}
         "ids of the live tensors in the tree"
         self._device = self._prepared.device
         late_numbers = outline.parts[LATE_PART]  # in a separate block: the memory of the other tensors can be freed
         for numbers in (late_numbers, sorted(set(range(len(outline.tensors))) - {*late_numbers, *place})):
             specs = [outline.tensors[n] for n in numbers]
-            place |= zip(numbers, state.room(specs, self._device), strict=True)
+            place |= zip(numbers, state.allocate(specs, self._device), strict=True)
         self._tensors = [place[n] for n in range(len(outline.tensors))]
         self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.parts]
         "bytes of the tensors, by part"

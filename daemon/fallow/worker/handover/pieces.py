@@ -15,7 +15,7 @@ import torch
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.checksum import checksum
-from fallow.worker.prepared.state import as_bytes, device_of, room, spec_of
+from fallow.worker.prepared.state import allocate, as_bytes, device_of, spec_of
 from fallow.worker.transport import device
 from fallow.worker.transport.stream import receive_into, send_all
 

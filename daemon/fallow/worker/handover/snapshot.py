@@ -80,7 +80,7 @@ def _encode(prepared: Prepared) -> state.Encoded:
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    copies = state.room([state.spec_of(tensor) for tensor in tensors])
+    copies = state.allocate([state.spec_of(tensor) for tensor in tensors])
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor.detach())
     return copies

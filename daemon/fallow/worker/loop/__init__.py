@@ -1,1 +1,1 @@
-"""The training loop: steps, what happens between two of them, and where the script is."""
+"""The training loop: optimizer steps, changes of the membership between two steps, and the script's place."""

@@ -1,4 +1,4 @@
-"""What members must do alike, and what is said where they do not. Pure: no waiting, no state."""
+"""Checks that all members do the same work, and the error texts for members that do not. Pure: no waiting, no state."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _WHERE = {
 }
 
 _ALIKE = (
-    "what stands behind the inner loop has to act alike on all members: no `if` around it that depends on the rank or "
+    "the code after the inner loop must do the same on all members: no `if` around it that depends on the rank or "
     "on this member's own loss (use update.mean)"
 )
 
@@ -30,13 +30,13 @@ _SAME_WORK = (
 
 
 def check_places(openings: Sequence[Opening]) -> None:
-    """Refuse members that are at different places of the script.
+    """Check that all members are at the same place of the script.
 
     Args:
-        openings: of the members that hold the run's state, all at the same operation.
+        openings: of the members that hold the run's state. All are at the same operation.
 
     Raises:
-        Apart: they are.
+        Divergence: the members are at different places.
     """
     if len({opening.kind for opening in openings}) <= 1:
         return
@@ -55,56 +55,62 @@ def check_places(openings: Sequence[Opening]) -> None:
     )
 
 
-def check_calls(openings: Sequence[Opening], mine: int) -> str:
-    """Refuse members that cut a step unlike each other, or are in unlike calls.
+def check_calls(openings: Sequence[Opening], own_rank: int) -> str:
+    """Check that all members make the same `run.updates` call and cut a step into the same shards.
 
-    Where those who came first agree, it is the others who are wrong.
+    The members that joined first decide. A member that joined later and differs from them is a stranger.
 
     Args:
-        openings: of all members, all at a step.
-        mine: this member's place among them.
+        openings: of all members, by rank. All are at a step.
+        own_rank: this member's index in `openings`.
 
     Returns:
-        Which newcomer the others have to do without, and why; empty: none.
+        Why the group must go on without a newcomer; empty if all members agree.
 
     Raises:
-        Apart: those who came first do.
-        Stranger: this member does, which came later than those.
+        Divergence: members that joined at the same time differ.
+        Stranger: this member joined later than the members from which it differs.
     """
-    first = min(range(len(openings)), key=lambda rank: openings[rank].since)
-    usual, refused = openings[first], {}
+    first = min(range(len(openings)), key=lambda rank: openings[rank].joined_in)
+    usual, differences = openings[first], {}
     for rank, one in enumerate(openings):
         if one.call == usual.call:
             continue
         text = _difference(one.call, rank, usual.call, first)
-        if one.since == usual.since:
+        if one.joined_in == usual.joined_in:
             raise Divergence(text)
-        refused[rank] = text
-    if mine in refused:
-        raise Stranger(refused[mine])
-    return next(iter(refused.values()), "")
+        differences[rank] = text
+    if own_rank in differences:
+        raise Stranger(differences[own_rank])
+    return next(iter(differences.values()), "")
 
 
 def check_cuts(openings: Sequence[Opening]) -> None:
-    """Refuse members that cut a step, whose beginning they have told, into unlike numbers of shards.
+    """Check that all members cut the step into the same number of shards.
 
     Raises:
-        Apart: they do.
+        Divergence: the numbers differ.
     """
     counts = {int(opening.value) for opening in openings} - {0}
     if len(counts) > 1:
-        known = " and ".join(map(str, sorted(counts)))
-        raise Divergence(f"step {openings[0].step}: the members cut it into {known} shards; {_SAME_WORK}")
+        numbers = " and ".join(map(str, sorted(counts)))
+        raise Divergence(f"step {openings[0].step}: the members cut it into {numbers} shards; {_SAME_WORK}")
 
 
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
-    """Compare what members say behind the sums, by rank.
+    """Compare the members' parts of one step.
 
-    Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one sample
-    is compared in each step, so they may have been apart for longer, and are in everybody's sums since then.
+    Without `drift`, different weights end the run, even if a majority agrees. Each step compares only a sample of the
+    weights. The weights may have differed for several steps, and their gradients are in all members' sums since then.
+
+    Args:
+        parts: of all members, by rank.
+        step: number of the step, for error texts.
+        cut: the shards of the step.
+        drift: the members' weights may differ.
 
     Raises:
-        Apart: the members did not do the same work.
+        Divergence: the members did not do the same work.
     """
     first = parts[0]
     if any(part.place != first.place for part in parts):
@@ -123,51 +129,51 @@ def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> N
             f"step {step}: the members' optimizers have made {' and '.join(map(str, sorted(acts)))} steps since the "
             f"last inner loop; {_ALIKE}"
         )
-    seen, checksum = sum(part.samples for part in parts), sum(part.crc for part in parts)
-    if (seen, checksum) != (cut.samples, sum(cut.crcs)):
-        many = seen != cut.samples
-        what = f"{seen} samples, the step has {cut.samples}" if many else "other samples than the step has"
+    samples, checksum = sum(part.samples for part in parts), sum(part.crc for part in parts)
+    if (samples, checksum) != (cut.samples, sum(cut.crcs)):
+        many = samples != cut.samples
+        what = f"{samples} samples, the step has {cut.samples}" if many else "other samples than the step has"
         raise Divergence(f"step {step}: the members computed {what}; {_SAME_WORK}")
 
 
 class Ranks(NamedTuple):
-    """How far the members of a new generation are."""
+    """Ranks of a new generation, by how far each member has come."""
 
     newest: list[int]
-    "have the run's state and are furthest"
-    behind: list[int]
-    "one operation behind: what the others have concluded is all that they need"
-    late: list[int]
-    "wait for the answer of a joint call that the others have, and have not got all of the state"
+    "hold the run's state and have finished the most operations"
+    lacking_outcome: list[int]
+    "are one operation behind; the outcome of that operation is all that they need"
+    awaiting_answer: list[int]
+    "wait for the answer of a joint call that the newest members have, and lack part of the state"
     stale: list[int]
-    "the others trained without them"
+    "have missed operations: the newest members trained without them"
 
 
-def ranked(openings: Sequence[Opening]) -> Ranks:
-    """Tell how far the members are; all tell the same."""
+def ranks_of(openings: Sequence[Opening]) -> Ranks:
+    """Return how far each member has come. All members compute the same result."""
     holders = [rank for rank, one in enumerate(openings) if one.state_status == HOLDS]
     if not holders:
         return Ranks([], [], [], [])
     op = max(openings[rank].op for rank in holders)
     newest = [rank for rank in holders if openings[rank].op == op]
     foremost = openings[newest[0]]
-    found = Ranks(newest, [], [], [])
+    ranks = Ranks(newest, [], [], [])
     for rank, one in enumerate(openings):
         is_there = one.op == op and one.kind in (foremost.kind, Kind.COMING)
-        if not one.since or rank in newest or is_there:
+        if not one.joined_in or rank in newest or is_there:
             continue
         joint = one.op == op - 1 and one.kind in JOINT
         if one.state_status == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
-            found.behind.append(rank)
+            ranks.lacking_outcome.append(rank)
         elif joint:
-            found.late.append(rank)
+            ranks.awaiting_answer.append(rank)
         else:
-            found.stale.append(rank)
-    return found
+            ranks.stale.append(rank)
+    return ranks
 
 
 def _difference(one: Call, rank: int, usual: Call, first: int) -> str:
-    """What the members of two ranks do unlike each other."""
+    """Describe how the calls of two ranks differ."""
     if (one.shards, one.batch_size) != (usual.shards, usual.batch_size):
         return (
             f"rank {rank} cuts a step into {one.shards} shards of {one.batch_size} samples, rank {first} into "
@@ -188,10 +194,10 @@ def _call(call: Call) -> str:
 
 
 def _whose(checksums: Sequence[int]) -> str:
-    most, others = majority_and_others(checksums)
-    if not len(most) > len(others) > 0:
+    majority, minority = majority_and_others(checksums)
+    if not len(majority) > len(minority) > 0:
         return ""
-    which = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of {len(checksums)}"
+    which = f"rank{'s' * (len(minority) > 1)} {', '.join(map(str, minority))} of {len(checksums)}"
     return (
         f" (the weights of {which} are not those of most members; if the script is not the reason, that node computes "
         "wrongly: leave it out)"

@@ -1,13 +1,12 @@
-"""What members tell each other of an operation, and what all of them conclude.
+"""The messages that members exchange about an operation, and the outcome that all members compute from them.
 
-Inner loops and joint calls (mean, barrier, the end of a call) are operations, counted alike on all members. At the
-beginning of one each member tells its *opening*: where it is in the script, and what its state is worth. Nobody
-finishes an operation before all have begun it, so a member that is elsewhere in the script is found here and not by a
-wait.
+Inner loops and joint calls (mean, barrier, the end of a call) are *operations*. All members count them alike. At the
+beginning of an operation each member sends its *opening*: its place in the script, and the status of its state. No
+member finishes an operation before all have begun it. So a member at another place of the script is found at once.
 
-Behind the sums of an inner loop each member tells its *part*, and only when it has the sums. So who has heard all parts
-knows that every member has them, and may act; who is interrupted before still holds them, and needs nothing but the
-*outcome*, a few bytes.
+When a member has the sums of an inner loop, it sends its *part*. A member that has received all parts knows that every
+member has the sums, and may act on them. A member that is interrupted earlier still holds the sums. It then needs only
+the *outcome*, a few bytes.
 """
 
 import math
@@ -25,69 +24,69 @@ from fallow.worker.transport.device import asynchronous, to_host
 
 
 class Kind(IntEnum):
-    """Of an operation."""
+    """Kind of an operation."""
 
     STEP = 0
     END = 1
-    "of a run.updates call"
+    "the end of a run.updates call"
     MEAN = 2
     BARRIER = 3
     COMING = 4
-    "none: a newcomer on its way to where the members are"
+    "no operation: a newcomer on its way to the members' place"
 
 
 JOINT = (Kind.END, Kind.MEAN, Kind.BARRIER)
 
 
 class Call(NamedTuple):
-    """A run.updates call, as members compare it."""
+    """Arguments of a run.updates call, which must be the same on all members."""
 
     shards: int = 0
-    "in a full step"
+    "number of shards in a full step"
     batch_size: int = 0
     samples: int = -1
-    "in one epoch of the data, see `Source`"
+    "number of samples in one epoch of the data, see `Source`; -1: not known"
     epochs: int = 0
     max_steps: int = -1
-    "-1: as many as there are"
+    "-1: no limit"
     loop: int = -1
-    "number of the run.epochs loop that the call is in; -1: none"
+    "number of the run.epochs loop around the call; -1: none"
     epoch: int = -1
-    "of that loop"
+    "epoch of that loop"
 
 
 class Opening(NamedTuple):
-    """Of one member."""
+    """What one member sends at the beginning of an operation."""
 
     generation: int
     op: int
-    "finished operations"
+    "number of finished operations"
     kind: int
     step: int
     bars_newcomers: int
-    "1: in a run.mean or run.barrier, or inside of an update behind the place where newcomers begin it"
-    ended: int
-    "1: its script is over"
+    "1: no newcomer may join now: the member is in run.mean or run.barrier, or amid an update"
+    has_ended: int
+    "1: the member's script has ended"
     state_status: int
-    "`StateStatus.value` of the member"
+    "status of the member's state, see `Standing`"
     sums_of: int
-    "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
+    "1 + generation in which the member received the complete sums of the present operation; 0: it lacks them"
     concluded: int
-    "generation + 1 in which the last operation was concluded; 0: there was none"
-    whole: int
-    "1: state must be handed over while nobody computes, see `StateStatus`"
-    since: int
-    "generation in which it became a member"
+    "1 + generation in which the last operation was concluded; 0: no operation yet"
+    pauses_training: int
+    "1: members must not train during a transfer of state, see `Standing`"
+    joined_in: int
+    "generation in which this worker became a member; 0: it is a newcomer"
     fingerprint: int
-    "of its weights, where a generation begins; else 0"
+    "checksum of the weights at the beginning of a generation; else 0"
     frozen: int
-    "likewise, of what is frozen"
+    "checksum of the names of frozen parameters at the beginning of a generation; else 0"
     resting: int
-    "likewise, of what rests"
+    "checksum of the names of modules in eval() at the beginning of a generation; else 0"
     pace: float
     "seconds per shard; 0: not measured"
     value: float
-    "its part of a joint call; at a step, how many shards it cuts that into, if it knows"
+    "argument of a joint call; at a step, the number of its shards (0: not known)"
     call: Call = Call()
 
 
@@ -96,27 +95,27 @@ _FORM = struct.Struct(f"<{_OWN - 2}q2d{len(Call._fields)}q")
 
 
 def pack(opening: Opening) -> bytes:
-    """Equally many bytes on all members."""
+    """Encode an opening. The length is the same on all members."""
     return _FORM.pack(*opening[:_OWN], *opening.call)
 
 
 def unpack(text: bytes) -> Opening:
-    """What `pack` gave."""
+    """Decode the bytes of `pack`."""
     fields = _FORM.unpack(text)
     return Opening._make([*fields[:_OWN], Call._make(fields[_OWN:])])
 
 
 class Figures:
-    """What `update.note` was told in one attempt at an inner loop: figures of shards, which count with their weight."""
+    """Figures that the script gave to `update.note` in one attempt at an inner loop, each weighted by its shard."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], float | torch.Tensor] = {}
         "(figure, shard) -> weight x value"
         self._arriving = torch.empty(0, device="cpu")
-        "values of those on a device"
+        "figures that are on their way from the device to the host"
 
     def note(self, shard: int, weight: float, figures: Mapping[str, Any]) -> None:
-        """Of one shard; one that counts nothing is not noted.
+        """Add the figures of one shard.
 
         Raises:
             FallowError: a figure is no number.
@@ -131,66 +130,66 @@ class Figures:
             self._values[name, shard] = value * weight
 
     def send(self) -> None:
-        """Those on a device start for the host, in one copy."""
-        away = [value for value in self._values.values() if isinstance(value, torch.Tensor)]
-        if away:
-            self._arriving = to_host(torch.stack(away))
+        """Start to copy the figures on a device to the host, all in one copy."""
+        device_values = [value for value in self._values.values() if isinstance(value, torch.Tensor)]
+        if device_values:
+            self._arriving = to_host(torch.stack(device_values))
 
-    def told(self) -> dict[str, dict[int, float]]:
-        """By figure and shard, behind an event behind `send`."""
+    def by_shard(self) -> dict[str, dict[int, float]]:
+        """Return figure -> shard -> weight x value. Call `send` first, and wait for the device."""
         arrived = iter(self._arriving.tolist())
-        found: dict[str, dict[int, float]] = {}
+        by_figure: dict[str, dict[int, float]] = {}
         for (name, shard), value in self._values.items():
-            found.setdefault(name, {})[shard] = next(arrived) if isinstance(value, torch.Tensor) else value
-        return found
+            by_figure.setdefault(name, {})[shard] = next(arrived) if isinstance(value, torch.Tensor) else value
+        return by_figure
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Of one member, told behind the sums."""
+    """What one member sends when it has the sums of an inner loop."""
 
     place: tuple[int | str, ...]
-    "number of the operation, of the step, its phases until now"
+    "number of the operation, number of the step, names of the step's phases until now"
     samples: int
-    "of the shards that it has computed"
+    "number of samples in the shards that the member has computed"
     crc: int
-    "sum of their checksums"
+    "sum of the checksums of these shards"
     switch: int
-    "planned generation to which it can change over; 0: none"
+    "planned generation into which the member can switch; 0: none"
     checkpoint: float
-    "its wish for one; a sum above 0 over the members means yes"
+    "vote for a checkpoint; the members write one if the sum of votes is above 0"
     checkpoints_asked: int
-    "how many somebody has asked for, as far as it has heard, if one of them was not made; else 0"
+    "number of checkpoints requested by hand, as far as the member knows; 0: all of them were made"
     pace: float
-    "its seconds per shard; 0: not measured"
+    "seconds per shard; 0: not measured"
     weight_checksum: int
-    "of a sample of the weights at the step's begin, another one in each step"
+    "checksum of a sample of the weights at the beginning of the step; each step takes another sample"
     agreement: int
-    "checksum of what steers the prepared objects: rates, what is frozen, what rests"
+    "checksum of the settings of prepared objects: learning rates, frozen parameters, modules in eval()"
     acts: int
-    "steps of prepared optimizers since the last inner loop"
+    "number of steps of prepared optimizers since the last inner loop"
     sums: Sums
     notes: dict[str, dict[int, float]]
     "figure -> shard -> weight x value"
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What all members conclude, and what one that was interrupted adopts from another."""
+    """What all members conclude from their parts. An interrupted member takes the outcome from another one."""
 
     sums: Sums
     means: dict[str, float]
     switch: int
-    "planned generation that all enter behind this step; 0: none"
+    "planned generation that all members enter after this step; 0: none"
     checkpoint: bool
     checkpoints_asked: int
-    "for so many requests by hand; 0: for none"
+    "number of requests by hand that the checkpoint serves; 0: none"
     paces: list[float]
-    "by rank"
+    "seconds per shard, by rank"
     drifted: bool
-    "the members began the step with unlike weights"
+    "the members began the step with different weights"
 
     @classmethod
     def of(cls, parts: Sequence[Part], sums: Sums) -> "Outcome":
-        """Conclude from all members' parts, and from what they say of the sums together."""
+        """Compute the outcome from all members' parts and from their merged sums."""
         first = parts[0].switch
         return cls(
             sums=sums,
@@ -204,7 +203,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """Sum that does not depend on the order; NaN where infinities of both signs meet, as in floating point."""
+    """Sum that does not depend on the order of values; NaN if infinities of both signs occur."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):
@@ -212,11 +211,11 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def _means(notes: Iterable[dict[str, dict[int, float]]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for one in notes:
-        for name, by_shard in one.items():
-            found.setdefault(name, []).extend(by_shard.values())
-    return {name: exact_sum(values) for name, values in found.items()}
+    by_figure: dict[str, list[float]] = {}
+    for figures in notes:
+        for name, by_shard in figures.items():
+            by_figure.setdefault(name, []).extend(by_shard.values())
+    return {name: exact_sum(values) for name, values in by_figure.items()}
 
 
 _parts = msgspec.msgpack.Decoder(Part)

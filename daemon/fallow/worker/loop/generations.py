@@ -1,4 +1,4 @@
-"""Going over to the next generation: when, with whom, and what is reported of it."""
+"""The switch into the next generation: when a member switches, with which members, and what it reports."""
 
 import sys
 import time
@@ -20,12 +20,12 @@ from fallow.worker.transport.build import Upcoming
 from fallow.worker.transport.waits import Interrupted
 
 _HEALED = (
-    "fallow: generation {generation}: this member's weights were not those of the others at step {step}; they were "
-    "replaced. Does this node compute differently, or does the script change weights by hand?\n"
+    "fallow: generation {generation}: at step {step} this member's weights differed from the other members' weights "
+    "and were replaced. Either this node computes differently or the script changes weights by hand.\n"
 )
 
-_ALONE = Plan(generation=0, replaces=0)
-"A fixed world's only generation."
+_FIXED_WORLD_PLAN = Plan(generation=0, replaces=0)
+"Plan of a fixed world's only generation."
 
 _decode_parts = msgspec.msgpack.Decoder(list[bytes]).decode
 
@@ -38,50 +38,54 @@ class Released(SystemExit):
 
 
 class Generations:
-    """Of one member: which one it is in, and its way into the next."""
+    """The generation that this member is in, and its switch into the next one."""
 
     def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
         self._member = member
         self._on_resize = on_resize
         self._voice = Voice()
-        self.plan = _ALONE
-        "of the generation at work"
-        self.fresh = True
-        "its members have not come together yet, or their weights have drifted apart since"
-        self._entered = -1
-        "the generation in which this member has computed last"
+        self.plan = _FIXED_WORLD_PLAN
+        "plan of the current generation"
+        self.needs_meeting = True
+        "the members have not compared their state in this generation, or their weights have drifted apart since"
+        self._computed_generation = -1
+        "last generation in which this member has computed; -1: none"
         self.aligned_until = 0
-        "step before which this generation's members are not brought together again, though their weights drift apart"
-        self._healed_in = -1
-        "the last one in which it received others' weights in the place of its own"
-        self.due = 0
-        "generation that all members enter behind the last step; 0: none"
-        self.released = False
-        "this worker has left the run, or was told to"
+        "before this step, drifting weights do not make the members compare their state again"
+        self._healed_generation = -1
+        "last generation in which this member's weights were replaced; -1: none"
+        self.next_generation = 0
+        "generation that all members enter after the last step; 0: none"
+        self.is_released = False
+        "this worker has left the run, or the head has told it to leave"
         self._is_forgotten = False
-        "what this member held did not count any more when it entered the generation at work"
+        "the state that this member held was obsolete when it entered the current generation"
         self._unreported: Switch | None = None
-        "that this member computes in the generation, as far as it was known on entering"
-        self._entered_at = 0.0
+        "report of the switch into the current generation, as far as it was known then; None: reported"
+        self._began_at = 0.0
         self._parts = Parts()
-        "of the pause, until the members of the next generation come together"
+        "parts of the pause until the members of the next generation come together"
 
     @property
-    def wanted(self) -> bool:
-        """This member has to enter the next one before it can do anything together with others."""
+    def must_switch(self) -> bool:
+        """True if this member must enter the next generation before it can exchange anything with others."""
         group = self._member.group
-        return group.broken is not None or self.due > 0 or (self._member.session is not None and not group.generation)
+        return (
+            group.broken is not None
+            or self.next_generation > 0
+            or (self._member.session is not None and not group.generation)
+        )
 
     def enter(self, *, is_asking: bool) -> None:
-        """Take the next generation that is committed; its members then have to come together.
+        """Wait for the next committed generation and enter it. Its members then have to come together.
 
         Args:
             is_asking: this member waits in a joint call.
 
         Raises:
-            Answered: what this member waits for was complete on a member that is gone.
-            FallowError: a fixed world has broken, or the head is gone for good.
-            Released: this worker is not in it.
+            Answered: the joint call was complete on a member that has failed; the exception has its answer.
+            FallowError: a fixed world has broken, or the head is silent for too long.
+            Released: the generation is without this worker.
         """
         member, session = self._member, self._member.session
         group = member.group
@@ -91,38 +95,38 @@ class Generations:
                 "start it again, or run it under `fallow run`"
             )
         reached = time.monotonic()
-        if not self.due:  # else it has passed the boundary, and nobody cares for the old group
+        if not self.next_generation:  # else this member has passed the boundary, and the old group does not matter
             self._report_break()
         group.node.leave()
         if group.broken is not None and group.generation and member.saver is not None:
-            member.saver.note_member_loss()
-        self.due = 0
+            member.saver.lost()
+        self.next_generation = 0
         try:
             upcoming = session.await_commit(self._wait, lambda planned: is_asking and self._answers(planned))
         except Dismissed as dismissed:
-            self.released = True
+            self.is_released = True
             if dismissed.code == 0:
                 raise Released from None
             raise FallowError(dismissed.reason, exit_code(dismissed.code)) from None
         member.group.retire()
         if upcoming.group is None:
             self._leave(upcoming)
-        self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
-        member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
+        self._parts = Parts(drain=reached - member.last_step_end, group=time.monotonic() - reached)
+        member.group, self.plan, self.needs_meeting = upcoming.group, upcoming.plan, True
         member.state_status.give_up()
         self._is_forgotten = not upcoming.counts(session.computed)
         if self._is_forgotten:
             member.state_status.drop(is_first=not member.place.position.op)
             session.say(has_state=False)
 
-    def hear(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
-        """What the members decide by: if one worker of this node has heard it, all of them have.
+    def wait_on_node(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
+        """Wait for all members' messages. If one worker of this node receives them, all workers of the node do.
 
         Args:
-            wait: waits for it.
+            wait: waits for the messages and returns them, by rank.
 
         Raises:
-            Interrupted: none of them has.
+            Interrupted: no worker of this node has received the messages.
         """
         node = self._member.group.node
         if node.size == 1:
@@ -131,11 +135,11 @@ class Generations:
             parts = wait()
         except Interrupted:
             self._report_break()  # first: a sibling may be busy, and other nodes wait
-            heard = node.share(None)
-            if heard is None:
+            shared_bytes = node.share(None)
+            if shared_bytes is None:
                 raise
-            found: list[bytes] = _decode_parts(heard)
-            return found
+            sibling_parts: list[bytes] = _decode_parts(shared_bytes)
+            return sibling_parts
         node.share(msgspec.msgpack.encode(parts))
         return parts
 
@@ -145,27 +149,31 @@ class Generations:
             session.hold(group.generation, group.broken)
 
     def _wait(self) -> bool:
-        """What there is to do while no generation is committed; True: there is more."""
+        """Do what can be done while no generation is committed. Return True if more work is left."""
         member = self._member
         step = member.place.position.step
-        if member.saver is not None and member.place.joined and member.saver.has_nothing_to_lose(member.group, step):
+        if (
+            member.saver is not None
+            and member.place.has_joined
+            and member.saver.has_nothing_to_lose(member.group, step)
+        ):
             self.depart()
         return member.follow()
 
     def _answers(self, upcoming: Upcoming) -> bool:
-        """A member that waits in a joint call waits for what a member had heard that has failed since.
+        """Return True if a failed member had the answer of the joint call in which this member waits.
 
-        It goes on with that answer as what it was, in the broken generation. In the next one it might be the main
-        member, and would do once more what the other one has begun to do.
+        This member then takes the answer and goes on in the broken generation. In the next generation it might be the
+        main member, and would repeat what the failed main member has begun to do.
         """
         member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
-        if outcome is None or session is None or not member.state_status.has_state:
+        if outcome is None or session is None or not member.state_status.holds:
             return False
         is_answer = outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
         return is_answer and upcoming.counts(session.computed)
 
     def restore(self) -> dict[str, object] | None:
-        """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
+        """Load the newest readable checkpoint; None if the run has no checkpoint."""
         session = self._member.session
 
         def report(path: str, reason: str) -> None:
@@ -175,38 +183,40 @@ class Generations:
         state: dict[str, object] | None = load_newest(self.plan.checkpoints, report, self._member.move)
         return state
 
-    def entered(self, paces: list[float], parts: Parts, *, healed: bool, went_back: bool) -> None:
-        """All members are there, and have the run's state: from here on this one computes in the generation.
+    def begin_generation(self, paces: list[float], parts: Parts, *, is_healed: bool, was_rolled_back: bool) -> None:
+        """Begin to compute in the generation: all members are present and have the run's state.
 
         Args:
-            paces: of all members, by rank.
-            parts: of the pause, since the members have come together.
-            healed: this member was as far as the others with other weights than most of them, and received theirs:
-                at the beginning of the generation, or amid it.
-            went_back: no member had the run's state: it is that of a checkpoint.
+            paces: seconds per shard of all members, by rank.
+            parts: parts of the pause since the members have come together.
+            is_healed: this member's weights differed from the majority's and were replaced. That happens at the
+                beginning of a generation or amid it.
+            was_rolled_back: no member held the run's state, so all members loaded a checkpoint.
         """
         member, place, session = self._member, self._member.place, self._member.session
-        newcomer, generation = not place.joined, member.group.generation
-        self.fresh, member.division = False, Division(tuple(paces))
-        if healed and generation != self._healed_in:  # of each further time nobody need hear
-            self._healed_in = generation
+        newcomer, generation = not place.has_joined, member.group.generation
+        self.needs_meeting, member.division = False, Division(tuple(paces))
+        if is_healed and generation != self._healed_generation:  # reported once a generation
+            self._healed_generation = generation
             sys.stderr.write(_HEALED.format(generation=generation, step=place.position.step))
             if session is not None:
                 session.say(healed=place.position.step)
-        if generation == self._entered:
+        if generation == self._computed_generation:
             member.replan()
             return
-        self._entered, self._entered_at, self.aligned_until = generation, time.monotonic(), 0
-        place.went_back = went_back and not newcomer
-        if newcomer or (self._is_forgotten and not went_back):
-            place.joined, place.since = True, generation
-            if session is not None and session.news.newest.joins:
-                session.news.note_checkpoint(session.news.checkpoints_asked)  # asked for while it was none of theirs
-            member.boundary = self._entered_at  # it was waiting before, and stands still from here on
+        self._computed_generation, self._began_at, self.aligned_until = generation, time.monotonic(), 0
+        place.was_rolled_back = was_rolled_back and not newcomer
+        if newcomer or (self._is_forgotten and not was_rolled_back):
+            place.has_joined, place.joined_in = True, generation
+            if session is not None and session.head_status.last_reply.joins:
+                session.head_status.note_checkpoint(
+                    session.head_status.checkpoints_asked
+                )  # requests from before this worker joined are not its own
+            member.last_step_end = self._began_at  # until now it was waiting; its pause begins here
         self._voice.speak(speaks=member.group.rank == 0)
         member.reduction.attach(member.group)
         at = place.position
-        # Behind an inner loop, or between two phases, the generation before has computed the step at work.
+        # After an inner loop, or between two phases, the generation before has computed the current step.
         first_step = at.step + (member.recorded_step == at.step)
         member.ledger.add(Start(generation=generation, first_step=first_step))
         member.ledger.flush()
@@ -224,25 +234,25 @@ class Generations:
             callback()
 
     def report_arrival(self) -> None:
-        """Say that this worker computes in the new generation, once its first batch is here."""
+        """Report to the head that this worker computes in the new generation. Call when its first batch is loaded."""
         arrival, self._unreported = self._unreported, None
         member, now = self._member, time.monotonic()
-        intake, member.state_status.latest = member.state_status.latest, None  # it may hold a whole state
+        intake, member.state_status.latest = member.state_status.latest, None  # the intake may hold a whole state
         if arrival is None:
             return
-        newcomer = member.place.since == arrival.generation
+        newcomer = member.place.joined_in == arrival.generation
         switch = replace(
             arrival,
-            pause_s=0.0 if newcomer else now - member.boundary,
-            parts=replace(arrival.parts, data=now - self._entered_at),
+            pause_s=0.0 if newcomer else now - member.last_step_end,
+            parts=replace(arrival.parts, data=now - self._began_at),
             bytes_in_pause=intake.bytes_in_pause if intake is not None else 0,
-            discarded=member.discarded,
+            discarded=member.discarded_attempts,
         )
-        member.discarded = 0
+        member.discarded_attempts = 0
         if intake is None:
             self._tell(switch)
         else:
-            # Until all of the state is here this member cannot give it to others.
+            # This member cannot donate state before it has all of it.
             intake.completion.add_done_callback(lambda _: self._tell(replace(switch, bytes_behind=intake.bytes_behind)))
 
     def _tell(self, switch: Switch) -> None:
@@ -254,27 +264,27 @@ class Generations:
     def _leave(self, upcoming: Upcoming) -> NoReturn:
         member = self._member
         self._voice.speak(speaks=False)
-        if member.saver is not None and member.place.joined:
+        if member.saver is not None and member.place.has_joined:
             at = member.place.position
-            # Where the group broke behind an inner loop, the optimizer may have made a step that is not counted yet.
-            if upcoming.plan.suspends and member.state_status.has_state and member.recorded_step != at.step:
-                member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
+            # If the group broke after an inner loop, the optimizer may have made a step that is not counted yet.
+            if upcoming.plan.suspends and member.state_status.holds and member.recorded_step != at.step:
+                member.saver.suspend(member.group, member.prepared, member.plain_values(), at.step, at.loop_epoch)
             else:
                 member.saver.finish()
         self.depart(upcoming.generation)
 
-    def depart(self, left: int = 0) -> NoReturn:
+    def depart(self, first_without: int = 0) -> NoReturn:
         """Leave the run between two updates.
 
         Args:
-            left: the generation that was told to be without this worker; 0: nobody told it.
+            first_without: the generation in which the head leaves this worker out; 0: the worker leaves by itself.
 
         Raises:
             Released: always.
         """
         member, session = self._member, self._member.session
         assert session is not None
-        member.ledger.flush(LEAVE_PATIENCE_S)
-        session.leave(member.group.generation, left or member.group.generation)
-        self.released = True
+        member.ledger.flush(LEAVING_S)
+        session.leave(member.group.generation, first_without or member.group.generation)
+        self.is_released = True
         raise Released

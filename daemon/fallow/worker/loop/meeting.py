@@ -1,7 +1,8 @@
 """How members come together: at the beginning of each operation, and again in each new generation.
 
-Who has finished an operation knows that all could: so nobody is more than one ahead, and who is one behind needs only
-what the others concluded, a few bytes. State goes to newcomers, and to those that had not received all of it.
+A member finishes an operation only if all members can finish it. So no member is more than one operation ahead, and a
+member that is one behind needs only the outcome of that operation, a few bytes. The run's state is sent to newcomers
+and to members that have only a part of it.
 """
 
 import struct
@@ -33,112 +34,118 @@ _IN_CALLBACK = (
 )
 
 
-class EndedAlone(Exception):
-    """This member's script has ended while the others go on in the loop."""
+class ScriptEndedEarly(Exception):
+    """This member's script has ended while the other members are still in a run.updates loop."""
 
 
-class Met(NamedTuple):
-    """All members are at one operation."""
+class MeetingResult(NamedTuple):
+    """The operation at which all members have come together."""
 
     kind: Kind
     outcome: bytes | None = None
-    "what a joint call gives, or what the others have concluded of an inner loop: this member has to go on by that"
+    "answer of a joint call, or the other members' outcome of an inner loop, which this member must adopt"
     generation: int | None = None
-    "in which they did, if not in this one: it becomes `Position.concluded`, which donors must have alike"
+    "generation that concluded the outcome, if not the current one; it becomes `Position.concluded`"
 
 
 class Meeting:
-    """Of one member."""
+    """One member's side of coming together: it sends its opening and evaluates all members' openings."""
 
     def __init__(self, member: Member, generations: Generations) -> None:
         self._member = member
         self._generations = generations
         self.call = Call()
-        self.compared = -1
-        "generation in which all members' openings in the call at work were alike"
+        self.compared_generation = -1
+        "last generation in which all members' openings of the current call were compared; -1: none"
         self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 
     def open(
-        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, bars_newcomers: bool = False, ended: bool = False
+        self,
+        kind: Kind,
+        *,
+        value: float = 0.0,
+        sums_of: int = 0,
+        bars_newcomers: bool = False,
+        has_ended: bool = False,
     ) -> None:
-        """Tell where this member is, once for each operation in a generation.
+        """Send this member's opening to all members, once for each operation and generation.
 
         Args:
-            kind: of the operation.
-            value: this member's part of a joint call.
-            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
+            kind: kind of the operation.
+            value: see `Opening`.
+            sums_of: see `Opening`.
             bars_newcomers: see `Opening`.
-            ended: its script is over.
+            has_ended: see `Opening`.
 
         Raises:
             Interrupted: the group broke.
         """
         if self._exchange is not None:
             return
-        member, fresh = self._member, self._generations.fresh
+        member, fresh = self._member, self._generations.needs_meeting
         state_status, place, prepared = member.state_status, member.place, member.prepared
         frozen, resting = prepared.modes.fingerprints() if fresh else (0, 0)
-        mine = Opening(
+        own_opening = Opening(
             generation=member.group.generation,
             op=place.position.op,
             kind=kind,
             step=place.position.step,
             bars_newcomers=bars_newcomers,
-            ended=ended,
+            has_ended=has_ended,
             state_status=state_status.value,
             sums_of=sums_of,
             concluded=place.position.concluded,
-            whole=state_status.weights_in_pause,
-            since=place.since,
-            fingerprint=fingerprint(prepared.weights()) if fresh and state_status.has_state else 0,
+            pauses_training=state_status.whole,
+            joined_in=place.joined_in,
+            fingerprint=fingerprint(prepared.weights()) if fresh and state_status.holds else 0,
             frozen=frozen,
             resting=resting,
             pace=member.pace.value,
             value=value,
             call=self.call,
         )
-        self._exchange = member.group.tell(pack(mine))
+        self._exchange = member.group.tell(pack(own_opening))
 
-    def hear(self, kind: Kind) -> list[Opening]:
-        """All members' openings of an operation of that kind, by rank.
+    def collect_openings(self, kind: Kind) -> list[Opening]:
+        """Wait for all members' openings of an operation of that kind, and return them by rank.
 
         Raises:
-            Interrupted: the group broke, or a member's script has ended.
-            EndedAlone: it is this member's.
-            Apart: the members are at different places of the script.
-            Stranger: this newcomer is.
+            Interrupted: the group broke, or another member's script has ended.
+            ScriptEndedEarly: this member's script has ended.
+            Divergence: the members are at different places of the script.
+            Stranger: this newcomer is at another place than the members.
         """
-        assert self._exchange is not None, "an opening is told before it is heard"
-        fresh, wait = self._generations.fresh, self._exchange.wait
-        # Nobody acts by those of a step, and workers of a node are done with their shards at unlike times.
-        texts = wait() if kind is Kind.STEP and not fresh else self._generations.hear(wait)
+        assert self._exchange is not None, "call `open` before `collect_openings`"
+        fresh, wait = self._generations.needs_meeting, self._exchange.wait
+        # Openings of a step decide nothing, and the workers of a node finish their shards at different times.
+        texts = wait() if kind is Kind.STEP and not fresh else self._generations.wait_on_node(wait)
         openings = [unpack(text) for text in texts]
         if not fresh:
             self._check(openings, range(len(openings)))
         return openings
 
     def forget(self) -> None:
-        """The operation is over, or the generation is."""
+        """Drop the opening: the operation or the generation is over."""
         self._exchange = None
 
     def _check(self, openings: Sequence[Opening], ranks: Sequence[int]) -> None:
-        """Compare where those members are."""
+        """Check that these members are at the same place of the script."""
         group = self._member.group
         ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
         present = [openings[rank] for rank in ranks]
-        ended = [one for one in present if one.ended]
+        ended = [one for one in present if one.has_ended]
         if self._member.session is not None and ended and any(one.kind != Kind.END for one in present):
-            if openings[group.rank].ended:
-                raise EndedAlone
+            if openings[group.rank].has_ended:
+                raise ScriptEndedEarly
             self._interrupt("a member's script has ended inside of the loop")
         agreement.check_places(present)
         if present and present[0].kind == Kind.STEP:
-            mine = ranks.index(group.rank) if group.rank in ranks else 0
-            refused = agreement.check_calls(present, mine)
-            if refused:
-                self._interrupt(refused)
+            own_place = ranks.index(group.rank) if group.rank in ranks else 0
+            reason = agreement.check_calls(present, own_place)
+            if reason:
+                self._interrupt(reason)
             agreement.check_cuts(present)
 
     def _interrupt(self, reason: str) -> None:
@@ -147,65 +154,67 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------------- coming together
 
-    def come_together(self, kind: Kind, *, rewind: Callable[[], None] = lambda: None, **opening: Any) -> Met:
+    def come_together(self, kind: Kind, *, rewind: Callable[[], None] = lambda: None, **opening: Any) -> MeetingResult:
         """Wait until all members are at this operation, however often the membership changes meanwhile.
 
         Args:
-            kind: of the operation.
-            rewind: called before state is handed over: puts it back to the operation's beginning.
-            opening: as for `open`.
+            kind: kind of the operation.
+            rewind: puts this member's state back to the operation's beginning. Called before a transfer of state.
+            opening: further arguments of `open`.
 
         Raises:
-            FallowError: see `hear`; or nobody is left who has the state.
+            FallowError: see `collect_openings`; or no remaining member holds the state.
             Released: this member has left the run.
         """
         member, generations = self._member, self._generations
         while True:
             try:
-                if generations.wanted:
+                if generations.must_switch:
                     self.forget()
                     generations.enter(is_asking=kind in JOINT)
                 began = time.monotonic()
                 self.open(kind, **opening)
-                openings = self.hear(kind)
-                if not generations.fresh:
-                    return _met(kind, openings)
-                ranks = agreement.ranked(openings)
-                if ranks.behind:
-                    # Those who are one operation behind learn what the others have concluded.
+                openings = self.collect_openings(kind)
+                if not generations.needs_meeting:
+                    return _result(kind, openings)
+                ranks = agreement.ranks_of(openings)
+                if ranks.lacking_outcome:
+                    # Members that are one operation behind receive its outcome.
                     group, source = member.group, ranks.newest[0]
                     texts = group.gather(member.place.position.outcome if group.rank == source else b"")
                     self.forget()
-                    if group.rank in ranks.behind:
-                        return Met(kind, texts[source], openings[source].concluded - 1)
-                    continue  # this member opens the next operation when it comes to it
+                    if group.rank in ranks.lacking_outcome:
+                        return MeetingResult(kind, texts[source], openings[source].concluded - 1)
+                    continue  # this member sends its opening when it reaches the next operation
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
                 if kind in JOINT and not member.state_status.settle():
                     continue
                 where = self._where(openings, ranks)
-                if ranks.late or where is Kind.STEP:
+                if ranks.awaiting_answer or where is Kind.STEP:
                     self.forget()  # the operation begins with an opening of its own
-                if member.group.rank in ranks.late:
-                    return Met(where, member.place.position.outcome)
-                if ranks.late:
+                if member.group.rank in ranks.awaiting_answer:
+                    return MeetingResult(where, member.place.position.outcome)
+                if ranks.awaiting_answer:
                     continue
-                met = _met(where, openings)
+                result = _result(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
-                    self._follow(met)
-                    member.place.went_back = member.place.in_sync  # the script has to look where they are
-                    return Met(where)
-                return met
+                    self._follow(result)
+                    member.place.was_rolled_back = (
+                        member.place.in_sync
+                    )  # the script must compare its place with the members' place
+                    return MeetingResult(where)
+                return result
             except Interrupted:
                 self.forget()
 
     def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
-        """What the members are at. Where nobody has the state, those who had it go back to the front of a step."""
-        present = [openings[rank] for rank in ranks.newest] or [one for one in openings if not one.since]
+        """Return the members' operation. If no member holds the state, all go back to a step's beginning."""
+        present = [openings[rank] for rank in ranks.newest] or [one for one in openings if not one.joined_in]
         return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
-        """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
+        """Send the state from the members that hold it to the others. Raises Interrupted: holders still hold it."""
         member, group, state_status = self._member, self._member.group, self._member.state_status
         for rank, one in enumerate(openings):
             if one.generation != group.generation:
@@ -214,62 +223,69 @@ class Meeting:
                 )
         holders = ranks.newest
         self._check(openings, holders)
-        someone_joins = bool(ranks.stale) or any(not one.since for one in openings)
+        someone_joins = bool(ranks.stale) or any(not one.joined_in for one in openings)
         if someone_joins and any(openings[rank].bars_newcomers for rank in holders):
-            self._interrupt("the members are amid an update, or in run.mean or run.barrier: who is to join them waits")
+            self._interrupt(
+                "the members are amid an update, or in run.mean or run.barrier; newcomers wait until that is over"
+            )
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
         able = [rank for rank, one in enumerate(openings) if usable or one.state_status != TORN]
-        state_status.weights_in_pause = any(one.whole for one in openings)
+        state_status.whole = any(one.pauses_training for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
-            has_begun=bool(holders),
-            weights_in_pause=state_status.weights_in_pause or not holders or bool(healed) or bool(ranks.stale),
+            begun=bool(holders),
+            whole=state_status.whole or not holders or bool(healed) or bool(ranks.stale),
             modes=[kind for kind in KINDS if len({getattr(openings[rank], kind) for rank in donors}) == 1],
         )
         if not holders and group.rank == donors[0]:
             saved = self._generations.restore()
             if saved is not None:
                 self.load(saved)
-        given = transfer(
-            group, member.prepared, state_status, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
+        plain_values = transfer(
+            group,
+            member.prepared,
+            state_status,
+            roles,
+            member.plain_values,
+            fingerprint=openings[donors[0]].fingerprint,
         )
-        if given is not None:
-            self._take_plain(given)
-        self._generations.entered(
+        if plain_values is not None:
+            self._take_plain(plain_values)
+        self._generations.begin_generation(
             [one.pace for one in openings],
             Parts(drain=waited_s, state=time.monotonic() - began),
-            healed=group.rank in healed,
-            went_back=not holders,
+            is_healed=group.rank in healed,
+            was_rolled_back=not holders,
         )
 
     def _donors(self, openings: Sequence[Opening], holders: list[int]) -> tuple[list[int], list[int]]:
-        """Ranks whose state counts, and ranks that are as far but hold other weights.
+        """Return the ranks whose state counts, and the ranks that are equally far but hold different weights.
 
-        More than half of those that have the state must agree; where unlike kernels may be the reason that they do
-        not, the largest side counts, of equal ones that with the first rank.
+        In a reproducible run, more than half of the holders must agree. Otherwise different kernels may be the reason,
+        and the largest side counts. Of equally large sides the one with the lowest rank counts.
         """
         if not holders and self._generations.plan.checkpoints:
             return [0], []
         if not holders:
             if self._member.state_status.value == TORN:
                 raise FallowError(
-                    "every member that had the state is gone, and this one had not received all of it yet; "
+                    "every member that held the state has failed before this one received all of it; "
                     "the run goes on from its newest checkpoint",
                     Exit.TEMPFAIL,
                 )
             return [next(rank for rank, one in enumerate(openings) if one.state_status == FRESH)], []
-        most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
-        if len(most) <= len(others) and self._member.prepared.reproducible:
+        majority, minority = majority_and_others([openings[rank].fingerprint for rank in holders])
+        if len(majority) <= len(minority) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
             raise FallowError(
                 f"generation {self._member.group.generation}: members that are equally far hold different weights "
                 f"({sums}) and none are the majority; the script changes weights outside the prepared optimizers, or "
                 "the nodes compute differently (processor, torch version)"
             )
-        return [holders[n] for n in most], [holders[n] for n in others]
+        return [holders[n] for n in majority], [holders[n] for n in minority]
 
     # ------------------------------------------------------------------------------------------- plain values of it
 
@@ -278,26 +294,30 @@ class Meeting:
         self._member.reduction.load(msgspec.convert(values["sums"], dict[str, object]))
 
     def load(self, tree: dict[str, object]) -> None:
-        """Take the state that a checkpoint holds."""
+        """Load the state of a checkpoint."""
         self._take_plain(load_from_host(self._member.prepared, tree))
 
     # -------------------------------------------------------------------------------------------------- joint calls
 
     def join(self) -> None:
-        """A newcomer comes to where the members are."""
+        """Bring a newcomer to the members' operation."""
         self._follow(self.come_together(Kind.COMING))
 
-    def _follow(self, met: Met) -> None:
-        """What the members do together where this one comes to them is done by now."""
-        if met.outcome is not None:
-            self._conclude(met.kind, met.outcome)
-        self._member.place.came_at_end = met.kind is Kind.END
+    def _follow(self, result: MeetingResult) -> None:
+        """Conclude the operation at which this member joins: the members have finished it."""
+        if result.outcome is not None:
+            self._conclude(result.kind, result.outcome)
+        self._member.place.joined_at_call_end = result.kind is Kind.END
 
-    def joint(self, kind: Kind, value: float = 0.0, *, ended: bool = False) -> float:
-        """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
+    def joint_call(self, kind: Kind, value: float = 0.0, *, has_ended: bool = False) -> float:
+        """Do a mean, a barrier or the end of a call together with all members, even if members fail meanwhile.
+
+        Returns:
+            The mean of all members' values.
 
         Raises:
-            FallowError: the others are in another place of the script, or have left it; or this is `run.on_resize`.
+            FallowError: the others are at another place of the script, or their scripts have ended; or the caller is
+                a callback of `run.on_resize`.
         """
         if self._exchange is not None:
             raise FallowError(_IN_CALLBACK, Exit.DATA)
@@ -305,27 +325,27 @@ class Meeting:
         begun = place.position.op
         self._member.note_call(in_call=True)
         try:
-            met = self.come_together(kind, value=value, bars_newcomers=kind is not Kind.END, ended=ended)
+            result = self.come_together(kind, value=value, bars_newcomers=kind is not Kind.END, has_ended=has_ended)
         except Answered as answered:
-            met = Met(kind, _ANSWER.pack(answered.answer))
+            result = MeetingResult(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:
-            if others.agreed <= begun or not self._member.state_status.has_state:
+            if others.agreed <= begun or not self._member.state_status.holds:
                 raise
-            met = Met(kind, _ANSWER.pack(others.answer))
+            result = MeetingResult(kind, _ANSWER.pack(others.answer))
         finally:
             self._member.note_call(in_call=False)
         self._generations.report_arrival()
-        if place.went_back:
+        if place.was_rolled_back:
             self.forget()
             return value
         if place.position.op == begun:
-            assert met.outcome is not None, "members that come together in a joint call are all in it"
-            self._conclude(kind, met.outcome, met.generation)
+            assert result.outcome is not None, "members that come together in a joint call are all in it"
+            self._conclude(kind, result.outcome, result.generation)
         return self.answer
 
     @property
     def answer(self) -> float:
-        """What the last operation gave if it was a joint call, else 0."""
+        """Answer of the last operation if that was a joint call, else 0."""
         outcome = self._member.place.position.outcome
         return float(_ANSWER.unpack(outcome)[0]) if len(outcome) == _ANSWER.size else 0.0
 
@@ -337,9 +357,9 @@ class Meeting:
         self.forget()
 
 
-def _met(kind: Kind, openings: Sequence[Opening]) -> Met:
-    """All members are at an operation; the mean over those that are in a joint call is what that call gives."""
+def _result(kind: Kind, openings: Sequence[Opening]) -> MeetingResult:
+    """Make the result for an operation at which all members are. A joint call's answer is the mean over its members."""
     if kind is Kind.STEP:
-        return Met(kind)
+        return MeetingResult(kind)
     values = [one.value for one in openings if one.kind == kind]
-    return Met(kind, _ANSWER.pack(exact_sum(values) / len(values)))
+    return MeetingResult(kind, _ANSWER.pack(exact_sum(values) / len(values)))

@@ -1,4 +1,4 @@
-"""What one worker has of a run: shared by the loop's parts."""
+"""One worker's objects of a run, which the loop's parts share."""
 
 import time
 from functools import cached_property
@@ -23,7 +23,7 @@ from fallow.worker.transport.group import Group
 
 
 class Member:
-    """One worker's share of a run: either the `session` is there, and open, or the `group` of a fixed world."""
+    """One worker's share of a run: with an open `session`, or with the `group` of a fixed world."""
 
     def __init__(self, prepared: Prepared, session: Session | None, group: Group | None) -> None:
         self.prepared = prepared
@@ -33,79 +33,77 @@ class Member:
         self.group = group or Group(0, 0, 1, None)
         self.place = Place(in_sync=session is None)
         self.division = Division((0.0,) * self.group.size)
-        "of a step's shards among the members: the same on all of them"
-        self.state_status = StateStatus()
+        "division of a step's shards among the members, the same on all of them"
+        self.state_status = Standing()
         self.source: Source | None = None
-        "of the run.updates call at work"
+        "data of the current run.updates call"
         self.saver = Saver(session) if session is not None else None
-        "None in a fixed world, which has no folder"
-        self.boundary = time.monotonic()
-        "when the last step ended"
+        "None in a fixed world, which has no run folder"
+        self.last_step_end = time.monotonic()
+        "when the last step ended, on the monotonic clock"
         self.recorded_step = -1
-        "the step at work, if one of its inner loops is whole: a generation's ledgers have all its shards"
-        self.discarded = 0
-        "attempts that were begun and thrown away since the last change of the membership was reported"
+        "the current step, if one of its inner loops is complete, so that all its shards are in the ledgers; else -1"
+        self.discarded_attempts = 0
+        "number of discarded attempts since the last report of a switch"
         path = Path(session.setup.folder) / "ledger" / f"{session.worker}.ledger" if session is not None else None
         self.ledger = Ledger(path, self._unrecorded)
 
-    # Made at first use, when everything is prepared.
-
     @cached_property
     def reduction(self) -> Reduction:
-        """Sums the gradients. Made at first use, when everything is prepared."""
+        """Sums gradients. Made at first use, when everything is prepared."""
         return Reduction(self.prepared.parameters(), self.prepared.arithmetic, self.buffers)
 
     @cached_property
     def buffers(self) -> StepBuffers:
-        """The modules' buffers, in a step."""
+        """Copies of the modules' buffers within a step."""
         return StepBuffers(self.prepared.buffers)
 
     @cached_property
     def pace(self) -> Pace:
-        """This member's speed."""
+        """Measures this member's speed."""
         return Pace(self.prepared.device)
 
-    def plain(self) -> dict[str, object]:
-        """Of the run's state, what is neither tensor nor prepared."""
+    def plain_values(self) -> dict[str, object]:
+        """The part of the run's state that is neither a tensor nor a prepared object."""
         return {"position": msgspec.structs.asdict(self.place.position), "sums": self.reduction.export()}
 
     def _unrecorded(self, step: int | None) -> None:
-        """Tell the head, before it may have to count, that the ledger lacks records from this step on (None: none)."""
+        """Tell the head from which step on the ledger lacks records (None: it lacks none)."""
         if self.session is not None:
             self.session.say(unrecorded=step)
 
     def move(self, *, in_loop: bool = True) -> None:
-        """The script gets on: what the head takes for progress."""
+        """Note progress of the script. A member without progress counts as stalled."""
         self.progress.move(in_loop=in_loop)
 
     def note_call(self, *, in_call: bool) -> None:
-        """Whether this member waits in a joint call, for the head."""
+        """Tell the head whether this member waits in a joint call."""
         if self.session is not None:
             self.session.note(in_call=in_call)
 
     def seed_random(self, *place: int | str) -> None:
-        """Put all random numbers, those of prepared generators too, to where they begin at that place of the run."""
+        """Seed all random generators, prepared ones too, for this place of the run."""
         rng.seed_everything(mix(self.seed, *place), self.prepared.generators)
 
     def duties(self, shards: int) -> list[Duty]:
-        """What this member computes in a step of so many shards."""
+        """Return what this member computes in a step of `shards` shards."""
         return duties(self.division.shares(shards), self.group.rank)
 
     def replan(self) -> None:
-        """Tell the loader at work, and those who look on, what this member will compute from here on."""
+        """Tell the current loader which shards this member will compute from now on, and show their number."""
         if self.source is not None:
             at = self.place.position
-            wanted = Key(at.data_epoch, at.index, 0)
-            self.source.replan(wanted, lambda shards: [duty.shard for duty in self.duties(shards)])
+            next_key = Key(at.data_epoch, at.index, 0)
+            self.source.replan(next_key, lambda shards: [duty.shard for duty in self.duties(shards)])
             self.progress.tell(shards=self.division.shares(self.source.shards)[self.group.rank])
 
-    def reached(self) -> DataPosition:
-        """Where the members are; for a newcomer, as far as it has heard of them."""
+    def reached(self) -> Reached:
+        """Place of the members in the data. A newcomer knows only what the head last said."""
         at = self.place.position
-        if self.place.joined or self.session is None:
-            return DataPosition(at.data_epoch, at.index)
-        return DataPosition(*self.session.news.newest.reached)
+        if self.place.has_joined or self.session is None:
+            return Reached(at.data_epoch, at.index)
+        return Reached(*self.session.head_status.last_reply.reached)
 
     def follow(self) -> bool:
-        """While there is no place yet: read what the members have read, see `Source.follow`."""
-        return self.source is not None and not self.place.joined and self.source.follow(self.reached())
+        """As long as this worker is a newcomer: skip the samples that the members have read, see `Source.follow`."""
+        return self.source is not None and not self.place.has_joined and self.source.follow(self.reached())

@@ -1,4 +1,4 @@
-"""How fast this member is: seconds of its own work per shard, without the time that it waits for others."""
+"""The pace of this member: seconds of its own work per shard, without waiting for other members."""
 
 import statistics
 import time
@@ -10,61 +10,61 @@ import torch
 from fallow.worker.transport import device as devices
 
 WINDOW = 5
-"""Steps whose median counts: two odd ones in a row do not show."""
+"""Number of steps whose median is the pace; two outliers in a row do not change it."""
 
-ENOUGH = 3
-"""Steps measured before a pace is told; the first ones of a process are slow."""
+MIN_STEPS = 3
+"""Number of measured steps before there is a pace; the first steps of a process are slow."""
 
 _MOST_UNREAD = 8
-"Steps whose events the device has not reached yet; older ones are forgotten."
+"Number of steps whose events the device may not have reached yet; older steps are dropped."
 
 
 class Pace:
     """A stopwatch for the bodies of the inner loop, read once per step.
 
-    A body counts from the moment before its batch is loaded to its end. If processes load in the background, it counts
-    from the moment when its batch is there, and what a batch costs those processes takes its place where that is more.
-    The time that a body waits for such a batch says nothing: a member with few shards never waits, and would get more
-    shards than its processes can load.
+    A body is measured from before its batch is loaded to its end. If processes load in the background, it is measured
+    from when its batch is loaded, and the pace is the larger of body time and loading time per process. The time that
+    a body waits for a batch does not count: a member with few shards never waits, and would get more shards than its
+    processes can load.
 
-    On a device both ends are events on the current stream. They are read once the device has reached them, some steps
-    later if need be, so that nobody ever waits for the device here.
+    On a device both ends are events on the current stream. They are read when the device has reached them, perhaps
+    some steps later, so that nothing waits for the device here.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        "per shard, of measured steps"
+        "seconds per shard of the last measured steps"
         self._unread: deque[_Step] = deque(maxlen=_MOST_UNREAD)
         self._step = _Step()
         self._began: _Mark | None = None
-        "of the body under way, if it counts"
+        "beginning of the current body; None if it does not count"
 
     @property
     def value(self) -> float:
         """Seconds per shard; 0: not known yet."""
         while self._unread and self._unread[0].is_over():
             self._seconds.append(self._unread.popleft().seconds_per_shard())
-        return statistics.median(self._seconds) if len(self._seconds) >= ENOUGH else 0.0
+        return statistics.median(self._seconds) if len(self._seconds) >= MIN_STEPS else 0.0
 
     def begin_step(self) -> None:
-        """Begin a step. One that was begun before and did not end is forgotten."""
+        """Begin a step. A step that has not ended is dropped."""
         self._step = _Step()
 
     def begin_body(self, *, is_full: bool) -> None:
         """Begin a body; call it before its batch is loaded.
 
         Args:
-            is_full: its shard has the full number of samples; others do not count.
+            is_full: its shard has the full number of samples. Other shards are not measured.
         """
         self._began = _mark(self._device) if is_full else None
 
-    def loaded(self, load_s: float, processes: int) -> None:
-        """Note that the batch is there.
+    def note_load(self, load_s: float, processes: int) -> None:
+        """Note that the batch is loaded.
 
         Args:
-            load_s: how long loading took, in whichever process.
-            processes: that load in the background; 0: it was loaded by this one.
+            load_s: seconds that loading took, in whichever process.
+            processes: number of processes that load in the background; 0: this process loads.
         """
         if processes and self._began is not None:
             self._step.background_s += load_s / processes
@@ -84,7 +84,7 @@ class Pace:
 
 
 _Mark = float | torch.Event
-"""A moment: of this process, or an event on a device's stream."""
+"""A point in time: on the monotonic clock, or an event on a device's stream."""
 
 
 @dataclass(slots=True)

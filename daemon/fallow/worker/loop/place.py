@@ -1,8 +1,8 @@
 """Where the members are in the run, and where the script is: which `run.epochs` and `run.updates` it has begun.
 
-A place is a `Mark`, the number of a call of `run.updates` behind that mark, and whether the call is at work. Places are
-ordered as a script comes to them. A newcomer's script comes from the top: it skips what is in front of the members'
-place, and is in sync where the two meet.
+A place is a `Mark`, the number of a `run.updates` call after that mark, and whether the call has begun. Places are
+ordered as a script reaches them. A newcomer's script starts from the top. It skips everything before the members'
+place, and is in sync when it reaches that place.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,59 +14,59 @@ from fallow.core.membership.failures import Stranger
 from fallow.model import Exit, FallowError
 
 _ASTRAY = (
-    "this newcomer's script is past the place where the members are (step {step}) and has not come by there: the "
-    "conditions around run.updates are others now than when the members came to them. The members go on without it. "
+    "this newcomer's script has passed the members' place (step {step}) without reaching it: the conditions around "
+    "run.updates have changed since the members evaluated them. The members go on without this newcomer. "
     "Write `for epoch in run.epochs(n):` or max_steps, not `while run.step < n`; and end a loop early by what a "
     "prepared object keeps"
 )
 
 
 class Mark(NamedTuple):
-    """From where calls are counted: the beginning of an epoch of a `run.epochs` loop, or the place behind a loop."""
+    """Where calls are counted from: the beginning of an epoch of a `run.epochs` loop, or the end of such a loop."""
 
     loop: int = 0
-    "number of the run.epochs loop, or of the next one"
+    "number of the current run.epochs loop, or of the next one"
     inside: bool = False
-    "in that loop, not in front of it"
+    "the place is in that loop, not before it"
     epoch: int = 0
-    "of that loop"
+    "epoch of that loop"
 
 
 class Position(msgspec.Struct, kw_only=True):
-    """Where the members are: replicated on each of them, part of the state that a newcomer receives."""
+    """Where the members are. All members have the same position; it is part of the state that a newcomer receives."""
 
     step: int = 0
-    "finished optimizer steps"
+    "number of finished optimizer steps"
     samples: int = 0
-    "samples consumed by them"
+    "number of samples in these steps"
     data_epoch: int = 0
-    "number of the pass over data in progress; with the seed it fixes the order of samples"
+    "number of the current pass over the data; the pass and the seed determine the order of samples"
     index: int = 0
-    "finished steps in this pass"
+    "number of finished steps in this pass"
     op: int = 0
-    "finished operations: inner loops and joint calls"
+    "number of finished operations: inner loops and joint calls"
     outcome: bytes = b""
-    "what the last of them concluded"
+    "outcome of the last operation"
     concluded: int = 0
-    "generation + 1 in which it did"
+    "1 + generation that concluded the last operation; 0: no operation yet"
     acts: int = 0
-    "steps of prepared optimizers since the last inner loop"
+    "number of steps of prepared optimizers since the last inner loop"
     passes: int = 0
-    "finished passes in this call"
+    "number of finished passes in this call"
     call_steps: int = 0
-    "finished steps in this call"
+    "number of finished steps in this call"
     loop: int = 0
     inside: bool = False
     loop_epoch: int = 0
-    "these three: see `Mark`"
+    "`loop`, `inside` and `loop_epoch`: see `Mark`"
     call: int = 0
-    "number behind that mark of the run.updates call in progress, or of the next one"
+    "number, counted from the mark, of the current run.updates call or of the next one"
     loss: float | None = None
     "mean of the figure `loss` in the last step that had one"
 
     @property
     def mark(self) -> Mark:
-        """Of the call."""
+        """Mark from which the call is counted."""
         return Mark(self.loop, self.inside, self.loop_epoch)
 
     def finish_operation(self, outcome: bytes, generation: int) -> None:
@@ -75,7 +75,7 @@ class Position(msgspec.Struct, kw_only=True):
         self.outcome, self.concluded = outcome, generation + 1
 
     def finish_step(self, samples: int, *, last: bool) -> None:
-        """Count one finished step of `samples` samples; `last`: of its pass."""
+        """Count one finished step of `samples` samples; `last`: it is the last one of its pass."""
         self.step += 1
         self.samples += samples
         self.call_steps += 1
@@ -86,7 +86,7 @@ class Position(msgspec.Struct, kw_only=True):
             self.data_epoch += 1
 
     def finish_call(self) -> None:
-        """Count one finished run.updates call; a pass that `max_steps` cut short is not taken up again."""
+        """Count one finished run.updates call; a pass that `max_steps` cut short is not resumed."""
         if self.index:
             self.index = 0
             self.data_epoch += 1
@@ -100,38 +100,38 @@ class Position(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def of(saved: Any) -> "Position":
-        """From its fields, as members and checkpoints give them."""
+        """Make a position from the fields that a member or a checkpoint has."""
         position = msgspec.convert(saved, Position)
-        # Checkpoints of older versions count calls from the script's beginning, and tell where the epoch began.
+        # Older checkpoints count calls from the script's beginning; `loop_call` is the first call of the epoch.
         position.call -= saved.get("loop_call", 0)
         return position
 
 
 class Place:
-    """The script's own counters. Not replicated: a newcomer's script comes from the top and meets the members."""
+    """The script's own counters, compared with the members' position. A newcomer's script starts from the top."""
 
     def __init__(self, *, in_sync: bool) -> None:
         self.position = Position()
-        "of the run, replaced at each change of the membership"
-        self.joined = False
-        "this worker has taken part in a first exchange"
-        self.since = 0
-        "generation of that exchange"
+        "position of the members, replaced at each change of the membership"
+        self.has_joined = False
+        "this worker has received the run's state, or began with the run"
+        self.joined_in = 0
+        "generation in which this worker joined; 0: it has not joined"
         self.in_sync = in_sync
-        "the script has reached the place that `position` names; from the start in a fixed world"
-        self.went_back = False
-        "the members were rolled back, or trained without this worker; this script has not yet looked where they are"
-        self.came_at_end = False
-        "its state is the members' of the moment in which a call of theirs ended, and they have not begun another one"
+        "the script has reached the place that `position` names; always true in a fixed world"
+        self.was_rolled_back = False
+        "the members were rolled back, or trained without this worker, and the script has not compared its place since"
+        self.joined_at_call_end = False
+        "this newcomer received the state of members at the end of a call, before their next call"
         self._goes_back = False
-        "this script was in sync, and since then it comes to the members' place as a newcomer's does"
+        "this script was in sync before a rollback, and now goes to the members' place as a newcomer's does"
         self.mark = Mark()
         self.calls = 0
-        "run.updates calls that the script has begun behind its mark"
+        "number of run.updates calls that the script has begun since its mark"
         self.epochs_in_loop = 1
-        "epochs of the run.epochs loop that the script is in"
-        self._loop_left = False
-        "the script has left by itself the run.epochs loop that the members are in"
+        "number of epochs of the run.epochs loop that the script is in"
+        self._has_left_loop = False
+        "the script has left, by a break, the run.epochs loop that the members are in"
 
     @property
     def epoch(self) -> int:
@@ -141,33 +141,36 @@ class Place:
     # ------------------------------------------------------------------------------------------- loops over epochs
 
     def epochs(self, n: int, hint: Callable[[], int], end_call: Callable[[], None]) -> Iterator[int]:
-        """As `range(n)`, but a newcomer begins at the members' epoch, of which the head gives a `hint`.
+        """As `range(n)`, but a newcomer begins at the members' epoch.
 
-        `end_call` agrees with the others on the end of a call that the script has left by itself.
+        Args:
+            n: number of epochs.
+            hint: returns the members' epoch as the head last said.
+            end_call: agrees with the other members on the end of a call that the script has left by a break.
         """
         end_call()
-        if self.mark.inside:  # left by break, though somebody still holds what that loop goes over
+        if self.mark.inside:  # the script left that loop by a break, and something still refers to its generator
             self._break_loop()
             self.finish_left_loop()
         number = self.mark.loop
-        if self.joined and number < self.position.loop:
+        if self.has_joined and number < self.position.loop:
             self._set_mark(Mark(number + 1))
             return  # the members are past this loop
-        epoch = self.position.loop_epoch if self.joined else hint()
-        if not self.astray:
+        epoch = self.position.loop_epoch if self.has_joined else hint()
+        if not self.is_astray:
             self._come_to(Mark(number, True, epoch))
         elif self.position.mark[:2] == (number, True):
             self._set_mark(self.position.mark)
         else:
-            raise self.stranger()
+            raise self.stranger_error()
         self.epochs_in_loop = n
         try:
             while epoch < n:
                 yield epoch
                 if self.mark != (number, True, epoch):
                     raise FallowError(
-                        "run.epochs inside of a run.epochs loop: where newcomers begin can be told of one loop only; "
-                        "write `range` for the inner one",
+                        "run.epochs inside of a run.epochs loop: newcomers know the epoch of one loop only; "
+                        "use `range` for the inner loop",
                         Exit.DATA,
                     )
                 end_call()
@@ -176,8 +179,8 @@ class Place:
                     if self.position.mark[:2] != (number, True):
                         break
                     self._set_mark(self.position.mark)
-                elif self.astray:
-                    raise self.stranger()
+                elif self.is_astray:
+                    raise self.stranger_error()
                 else:
                     epoch += 1
                     self._come_to(Mark(number, True, epoch))
@@ -190,7 +193,7 @@ class Place:
             raise
 
     def _come_to(self, mark: Mark) -> None:
-        """The script does so together with the members."""
+        """Move script and members to the mark together."""
         self.position.come_to(mark)
         self._set_mark(mark)
 
@@ -204,44 +207,44 @@ class Place:
             self._set_mark(Mark(self.mark.loop + 1))
 
     def _break_loop(self) -> None:
-        self._loop_left = not self.astray
+        self._has_left_loop = not self.is_astray
         self._leave_loop()
 
     def finish_left_loop(self) -> None:
-        """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
-        if self._loop_left:
-            self._loop_left = False
+        """Count a run.epochs loop that the script has left by a break, when the calls in it are over."""
+        if self._has_left_loop:
+            self._has_left_loop = False
             self._come_to(self.mark)
 
-    # ------------------------------------------------------------------------------------- towards the members' place
+    # ------------------------------------------------------------------------------------- way to the members' place
 
     @property
-    def astray(self) -> bool:
-        """True of a newcomer that has neither come to the members' call nor is in front of it.
+    def is_astray(self) -> bool:
+        """True if a newcomer is neither in the members' call nor directly before it.
 
-        One in front of it does what they do between two calls: it begins and ends loops and epochs with them.
+        A newcomer directly before the members' call begins and ends loops and epochs together with the members.
         """
         at = self.position
         is_in_front = (self.mark, self.calls) == (at.mark, at.call) and not at.call_steps
-        return self.joined and not self.in_sync and not is_in_front
+        return self.has_joined and not self.in_sync and not is_in_front
 
     def _skips(self, call: int) -> bool:
-        """True if the script, at a call of that number, comes to the members' place with another turn of its loop."""
+        """True if the script, at this call, reaches the members' place in a later epoch of its loop."""
         at = self.position
         is_past = self.mark != at.mark or (self._goes_back and call > at.call)
         return not self.in_sync and self.mark.inside and is_past
 
-    def stranger(self) -> FallowError:
-        """What to say of such a newcomer, or of a member that the rolled back run has not met again."""
+    def stranger_error(self) -> FallowError:
+        """The error for a newcomer, or a member after a rollback, that has missed the members' place."""
         if self._goes_back:
-            return self.unreachable()
+            return self.unreachable_error()
         return Stranger(_ASTRAY.format(step=self.position.step))
 
-    def unreachable(self) -> FallowError:
-        """What to say where the script cannot come to the members' place, and another process can."""
+    def unreachable_error(self) -> FallowError:
+        """The error for a script that cannot reach the members' place, although a new process can."""
         return FallowError(
             f"the members are at step {self.position.step}, in a part of the script that this process has left or "
-            "does not come to; it ends, and the run goes on with new processes",
+            "does not reach; this process ends, and the run goes on with new processes",
             Exit.TEMPFAIL,
         )
 
@@ -250,52 +253,55 @@ class Place:
         self.calls += 1
         return self.calls - 1
 
-    def behind(self, call: int) -> bool:
+    def members_are_past(self, call: int) -> bool:
         """True if the members are past this call.
 
         Raises:
-            Stranger: this newcomer is past the members' place.
+            Stranger: this newcomer has passed the members' place.
         """
-        here, there = (self.mark, call), (self.position.mark, self.position.call)
+        script_place, members_place = (self.mark, call), (self.position.mark, self.position.call)
         if self._skips(call):
             return True
-        if not self.in_sync and here > there:
-            raise self.stranger()
-        return here < there
+        if not self.in_sync and script_place > members_place:
+            raise self.stranger_error()
+        return script_place < members_place
 
     def begin_call_with_members(self) -> None:
-        """The script is in the call that the members are in."""
+        """Note that the script has reached the members' call."""
         self.in_sync = True
-        self.came_at_end = False
+        self.joined_at_call_end = False
 
     def ends_call_with_members(self, call: int | None) -> bool:
-        """The script has come to the end of that call: True if it is in sync there.
+        """At the end of a call: return True if the script is in sync there.
 
-        That is where a newcomer came while the members waited for each other there: what the script does from there on
-        to the next call, they have not done yet.
+        That is so for a newcomer that joined while the members waited for each other at the end of this call. They have
+        not done yet what the script does before its next call.
         """
-        here = self.came_at_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
-        if here:
-            self.in_sync, self.came_at_end = True, False
-        return here
+        is_at_end = self.joined_at_call_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
+        if is_at_end:
+            self.in_sync, self.joined_at_call_end = True, False
+        return is_at_end
 
-    def elsewhere(self, call: int | None) -> bool:
-        """After a rollback, inside the call of that number: True if the members are in another place than here.
+    def members_are_elsewhere(self, call: int | None) -> bool:
+        """After a rollback, return True if the members are at another place than this call.
 
-        `call` is None behind a call, which is no place of a checkpoint. The script then leaves its call and comes to
-        that place as a newcomer does. The same after a while in which the members trained without this worker.
+        The script then leaves its call and goes to the members' place as a newcomer does. Members that trained without
+        this worker for a while count as rolled back.
+
+        Args:
+            call: number of the call; None: the script is after a call, where no checkpoint is made.
 
         Raises:
-            FallowError: it cannot come there; another process can.
+            FallowError: the script cannot reach the members' place; a new process can.
         """
-        if not self.went_back:
+        if not self.was_rolled_back:
             return False
-        self.went_back = False
+        self.was_rolled_back = False
         at = self.position
         if (self.mark, call) == (at.mark, at.call):
             return False
         comes_there = self.mark.inside or at.call >= (self.calls if call is None else call)
         if self.mark[:2] != at.mark[:2] or not comes_there:
-            raise self.unreachable()
+            raise self.unreachable_error()
         self.in_sync, self._goes_back = False, True
         return True

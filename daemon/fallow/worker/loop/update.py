@@ -1,4 +1,4 @@
-"""One optimizer step, as a script sees it, and what follows from it before the next."""
+"""One optimizer step as the script sees it, and what the member does between two steps."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fallow.worker.loop.updates import Loop
 
 _ALIGN_STEPS = 100
-"""Between two hand-overs to members whose weights have come apart: unlike processors differ in nearly every step."""
+"""Least number of steps between two alignments of drifted weights: different processors differ in nearly every step."""
 
 _NO_NUMBER = "fallow: step {step}: the mean of the figure `loss` is nan, and was not before. The run goes on\n"
 _ROLL_BACK = (
@@ -29,98 +29,100 @@ _ROLL_BACK = (
 class Update:
     """One optimizer step of the whole global batch. Made by `run.updates`.
 
-    `for batch in update:` gives this member's shards. What stands behind that inner loop runs once, on every member,
-    with whole gradients.
+    `for batch in update:` yields this member's shards. The code after that inner loop runs once on every member, with
+    the gradients of the whole global batch.
     """
 
     def __init__(self, loop: "Loop", *, rehearsal: bool) -> None:
         self._loop = loop
         self._kind = RehearsedShards if rehearsal else Shards
-        self.began = time.monotonic()
-        self.open: InnerLoop | None = None
-        "the inner loop at work"
+        self.began_at = time.monotonic()
+        self.inner_loop: InnerLoop | None = None
+        "the current inner loop; None: between two inner loops"
         self.phases_done: list[str] = []
-        "phases that are whole"
+        "names of the phases whose sums are complete"
         self.outcome: Outcome | None = None
-        "of the last of them"
+        "outcome of the last phase; None: no phase is complete, or this is a rehearsal"
         self.generation = -1
-        "in which its members have concluded that"
+        "generation that concluded the outcome"
         self.cut = Cut((), (), last=False)
-        "its shards; a rehearsal has none"
+        "the shards of the step; a rehearsal has none"
         self.batches: dict[int, Any] = {}
-        "shard -> its batch, where another phase may need it"
-        self.recorded: set[tuple[int, int]] = set()
-        "(generation, shard) that are in the ledger"
+        "shard -> batch, kept for further phases"
+        self.recorded_shards: set[tuple[int, int]] = set()
+        "(generation, shard) pairs that are in the ledger"
         self.figures: dict[str, float] = {}
-        "means over all samples of the step, of all its inner loops so far"
+        "means over all samples of the step, from all inner loops so far"
         self.place_was_read = False
-        "the script has looked at the step or the epoch in front of the first inner loop"
-        self.asked = False
-        "there was a `run.mean` or a `run.barrier` in it"
+        "the script has read `step` or `epoch` before the first inner loop"
+        self.made_joint_call = False
+        "the script has called `run.mean` or `run.barrier` in this update"
         self._settings = loop.watch.settings(loop.watch.rates())
 
     @property
     def step(self) -> int:
-        """Its number, the same on all members."""
+        """Number of the step, the same on all members."""
         return self._loop.step
 
     @property
-    def begun(self) -> bool:
-        """The script is inside its first inner loop, or behind that."""
-        return bool(self.phases_done) or (self.open is not None and self.open.begun)
+    def has_begun(self) -> bool:
+        """True once the script has begun the first inner loop."""
+        return bool(self.phases_done) or (self.inner_loop is not None and self.inner_loop.has_begun)
 
     @property
     def depends_on_step(self) -> bool:
-        """What the script did in front of the inner loop is of no use for another step: it may have set a rate, say."""
+        """True if the code before the inner loop cannot serve another step, for example if it set a learning rate."""
         watch = self._loop.watch
         return self.place_was_read or self._settings != watch.settings(watch.rates())
 
     @property
     def epoch(self) -> int:
-        """Epoch of `run.epochs`, else passes over the data."""
+        """Epoch of `run.epochs`; outside of it, the number of finished passes over the data."""
         return self._loop.epoch
 
     def __iter__(self) -> InnerLoop:
         return self.phase("")
 
     def phase(self, name: str) -> InnerLoop:
-        """The shards once more, for a part of the step with a sum and an optimizer step of its own, as in a GAN.
+        """Iterate over the shards for one phase: a part of the step with its own gradients and optimizer, as in a GAN.
 
         Args:
-            name: of the phase; every member goes through the same ones in the same order.
+            name: name of the phase. All members must run the same phases in the same order.
 
         Raises:
-            FallowError: another inner loop is not over, or this one was there already.
+            FallowError: another inner loop is not over, or the step has had this phase.
         """
-        if self.open is not None:
-            if self.open.begun:
-                raise FallowError(self.open.leave(), Exit.DATA)
+        if self.inner_loop is not None:
+            if self.inner_loop.has_begun:
+                raise FallowError(self.inner_loop.leave(), Exit.DATA)
             raise FallowError(f"step {self.step}: an inner loop inside an inner loop", Exit.DATA)
         if name in self.phases_done:
             what = f"phase {name!r}" if name else "the inner loop"
             raise FallowError(
-                f"step {self.step}: {what} runs a second time: for a part with a sum of its own give each a name, "
+                f"step {self.step}: {what} runs a second time: give each part that has its own sum a name, "
                 "`for batch in update.phase(name):`",
                 Exit.DATA,
             )
-        self.open = self._kind(self._loop, self, name)
-        return self.open
+        self.inner_loop = self._kind(self._loop, self, name)
+        return self.inner_loop
 
     def note(self, **figures: float | torch.Tensor) -> None:
-        """Inside the inner loop: the shard's mean of something; dropped if the shard is done again.
+        """Inside the inner loop: note figures of the shard, each a mean over its samples.
+
+        Figures of an attempt that is discarded do not count.
 
         Raises:
-            FallowError: behind it, or it is no number.
+            FallowError: the call is outside of the inner loop, or a figure is no number.
         """
-        if self.open is None or not self.open.inside:
+        if self.inner_loop is None or not self.inner_loop.in_body:
             raise FallowError("update.note belongs inside the inner loop, behind it read update.mean", Exit.DATA)
-        self.open.note(figures)
+        self.inner_loop.note(figures)
 
     def mean(self, name: str) -> float:
-        """Behind the inner loop: the mean over all samples of the step; shards without the figure count as 0.
+        """After the inner loop: return a figure's mean over all samples of the step. Shards without it count as 0.
 
         Raises:
-            FallowError: no shard has noted it.
+            FallowError: no shard has noted the figure.
         """
         if name not in self.figures:
             raise FallowError(
@@ -129,20 +131,20 @@ class Update:
         return self.figures[name]
 
     def close(self, phase: str, means: dict[str, float], outcome: Outcome | None = None, generation: int = -1) -> None:
-        """An inner loop is whole; `outcome` is what its members have concluded, if it is none of a rehearsal."""
+        """Note that the sums of an inner loop are complete. A rehearsal has no `outcome`."""
         self.phases_done.append(phase)
         self.figures |= means
         if outcome is not None:
             self._loop.member.recorded_step = self.step
-        self.open, self.outcome, self.generation = None, outcome, generation
+        self.inner_loop, self.outcome, self.generation = None, outcome, generation
 
     # ------------------------------------------------------------------------------------------ behind the update
 
     def _finish(self) -> None:
-        """Count it."""
+        """Count the step and report its figures."""
         member, cut = self._loop.member, self.cut
         at, progress = member.place.position, member.progress
-        member.boundary = time.monotonic()
+        member.last_step_end = time.monotonic()
         member.recorded_step = -1
         member.pace.end_step()
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
@@ -151,36 +153,36 @@ class Update:
             sys.stderr.write(_NO_NUMBER.format(step=at.step) + _ROLL_BACK * (member.session is not None))
         at.loss = loss
         at.finish_step(cut.samples, last=cut.last)
-        speed = cut.samples / max(member.boundary - self.began, 1e-9)
+        speed = cut.samples / max(member.last_step_end - self.began_at, 1e-9)
         progress.step = at.step
         progress.tell(
             epoch=member.place.epoch,
             reached=(at.data_epoch, at.index),
             loss=at.loss,
-            samples_per_s=0.9 * (progress.told.samples_per_s or speed) + 0.1 * speed,
+            samples_per_s=0.9 * (progress.figures.samples_per_s or speed) + 0.1 * speed,
             pace_s=member.pace.value,
         )
 
     def _act_on_outcome(self) -> None:
-        """When it is counted: checkpoint, switch, come together, divide the shards anew."""
+        """After the count: make a checkpoint, switch, align weights, or divide the shards anew."""
         outcome, member, generations = self.outcome, self._loop.member, self._loop.generations
         at, group = member.place.position, member.group
         assert outcome is not None
-        if self.generation != group.generation:  # not all members of the present one know of it
+        if self.generation != group.generation:  # not all members of the current generation know the outcome
             return
         if outcome.checkpoint and member.saver is not None:
-            asked = outcome.checkpoints_asked
-            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, requests=asked)
+            requests = outcome.checkpoints_asked
+            member.saver.save(group, member.prepared, member.plain_values(), at.step, at.loop_epoch, asked=requests)
             if member.saver.leaves_alone:
                 member.saver.finish()
                 generations.depart()
         if outcome.switch > group.generation:
-            generations.due = outcome.switch
+            generations.next_generation = outcome.switch
         elif group.broken is None and outcome.drifted and at.step >= generations.aligned_until:
-            # Each member's optimizer acts for itself, and kernels of unlike processors may differ in a result's last
-            # bit. Without `reproducible=True` that is no mistake, as it is none under DDP; but what is never brought
-            # together drifts apart. So now and then members come together as at the beginning of a generation.
-            generations.fresh, generations.aligned_until = True, at.step + _ALIGN_STEPS
+            # Each member steps its own optimizer, and kernels of different processors may differ in a result's last
+            # bit. Without `reproducible=True` that is no error, as under DDP. But the weights drift apart, so members
+            # come together every now and then, as at the beginning of a generation.
+            generations.needs_meeting, generations.aligned_until = True, at.step + _ALIGN_STEPS
         elif group.broken is None:
             assert member.source is not None
             old = member.division

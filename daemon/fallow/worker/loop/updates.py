@@ -1,4 +1,4 @@
-"""The loop over updates: calls of `run.updates`, and what a script does between them together with others."""
+"""The loop over updates: calls of `run.updates`, and joint calls between them."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ from fallow.worker.guards.watch import Watch
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.loop.exchange import Call, Kind
 from fallow.worker.loop.generations import Generations
-from fallow.worker.loop.meeting import EndedAlone, Meeting
+from fallow.worker.loop.meeting import Meeting, ScriptEndedEarly
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.update import Update
 from fallow.worker.prepared.objects import Prepared, signature_of
@@ -32,11 +32,11 @@ from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
 _MEETING_S = 300.0
-"""For so long the ranks of a fixed world wait for each other in front of the first step."""
+"""Time for which the ranks of a fixed world wait for each other before the first step."""
 
 
 class Loop:
-    """Drives updates over shards, and changes the membership between them."""
+    """Runs updates over shards, and changes the membership between two updates."""
 
     def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
         self.member = member
@@ -45,23 +45,23 @@ class Loop:
         self.meeting = Meeting(member, self.generations)
         self._catch_up = CatchUp()
         self.update: Update | None = None
-        "at work, or the last one"
+        "the current update; None: between two updates"
         self._in_call = False
-        "a call is at work"
+        "the script is in a run.updates call"
         self._call: int | None = None
-        "number of the call whose end the members have not agreed on"
-        self.rehearsing = False
+        "number of the call on whose end the members have not agreed; None: no such call"
+        self.is_rehearsing = False
         self._rehearsed_step = 0
-        "where the members were when the rehearsal began, as far as this worker had heard"
-        self.short = False
-        "updates are driven by the short loop, whose gate tells what may act"
+        "the members' step when the rehearsal began, as the head last said"
+        self.is_short_loop = False
+        "the short loop runs the updates; its gate decides which objects may step"
         self._had_strays: dict[int, bool] = {}
-        "by optimizer at work: there were gradients of no inner loop before its step, which may be this member's alone"
+        "id of a stepping optimizer -> before its step there were gradients that no inner loop had summed"
 
     # ------------------------------------------------------------------------------------------------ a call
 
     def updates(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
-        """Updates of one `run.updates` call, see `Run.updates`."""
+        """Yield the updates of one `run.updates` call, see `Run.updates`."""
         member, place, session = self.member, self.member.place, self.member.session
         if self._in_call:
             raise FallowError(
@@ -72,41 +72,41 @@ class Loop:
             )
         self.end_call()
         call = place.begin_call()
-        if place.elsewhere(call):
+        if place.members_are_elsewhere(call):
             return
         member.source = source
         source.moved = member.move
         member.move()
         self.watch.begin_call()
-        _ = member.reduction  # what it refuses, it refuses before others meet this member
-        self.meeting.call, self.meeting.compared = self._call_to_compare(source, epochs, max_steps), -1
-        alone = session is None and member.group.size == 1
+        _ = member.reduction  # it raises its errors before this member meets others
+        self.meeting.call, self.meeting.compared_generation = self._call_to_compare(source, epochs, max_steps), -1
+        is_alone = session is None and member.group.size == 1
         self._in_call = True
         try:
-            with nullcontext() if alone else graphs_cut_at_buckets():
-                if not place.joined:
+            with nullcontext() if is_alone else graphs_cut_at_buckets():
+                if not place.has_joined:
                     if session is not None:
-                        if session.news.newest.joins:
-                            yield from self._rehearse(session.news.newest.step)
+                        if session.head_status.last_reply.joins:
+                            yield from self._rehearse(session.head_status.last_reply.step)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
-                    member.boundary = time.monotonic()
+                    member.last_step_end = time.monotonic()
                     self.meeting.join()
-                if place.behind(call):
+                if place.members_are_past(call):
                     self._settle(call)
                     return  # the members are past this call
                 place.begin_call_with_members()
                 self._catch_up.put_back()
                 self._call = call
-                member.replan()  # this source may have missed changes while another one was at work
+                member.replan()  # this source may have missed changes while the script used another one
                 yield from self._run(epochs, max_steps)
                 self._call = None
         except GeneratorExit:
-            # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those who
-            # come to the end of the call by it agree on that when they do the next thing together.
+            # The user's `break`, or an exception on its way through the loop. Nothing waits here: members that leave
+            # the call by a break agree on its end at their next operation.
             update = self.update
-            if update is not None and update.open is None and update.phases_done:
+            if update is not None and update.inner_loop is None and update.phases_done:
                 self._close(update)
             raise
         finally:
@@ -115,11 +115,11 @@ class Loop:
             member.seed_random("between", place.position.step)
 
     def _run(self, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
-        """Updates until the call is over, or its place is elsewhere."""
+        """Yield updates until the call is over, or the members are elsewhere."""
         member, place = self.member, self.member.place
         while True:
             while place.position.passes < epochs and (max_steps is None or place.position.call_steps < max_steps):
-                if self.generations.wanted or self.generations.fresh:
+                if self.generations.must_switch or self.generations.needs_meeting:
                     self.meeting.come_together(Kind.STEP)
                 if self._goes_elsewhere(self._call):
                     return
@@ -128,44 +128,44 @@ class Loop:
                 yield update
                 self._close(update)
                 update._act_on_outcome()
-            self.meeting.joint(Kind.END)
-            if not place.went_back:
+            self.meeting.joint_call(Kind.END)
+            if not place.was_rolled_back:
                 break
             if self._goes_elsewhere(self._call):
                 return
         member.ledger.flush()
 
     def _goes_elsewhere(self, call: int | None) -> bool:
-        """After a rollback: True if the members are in another place, to which the script comes as a newcomer's."""
-        is_elsewhere = self.member.place.elsewhere(call)
+        """After a rollback, return True if the members are at another place. The script then goes there."""
+        is_elsewhere = self.member.place.members_are_elsewhere(call)
         if is_elsewhere:
             self._settle(call)
         return is_elsewhere
 
     def check_place(self, *, mid_update: bool) -> None:
-        """Inside of an update: after a rollback, or if the members trained without it, the script must fit in here.
+        """Inside of an update, after a rollback: check that the script can go on here at the members' step.
 
         Args:
-            mid_update: what the script has done in the update cannot be done once more, for another step.
+            mid_update: the script has done something in this update that it cannot repeat for another step.
 
         Raises:
-            FallowError: it is not; another process can.
+            FallowError: the script cannot go on; a new process can.
         """
         place = self.member.place
-        went_back = place.went_back
-        if place.elsewhere(self._call) or (went_back and mid_update):
-            raise place.unreachable()
+        was_rolled_back = place.was_rolled_back
+        if place.members_are_elsewhere(self._call) or (was_rolled_back and mid_update):
+            raise place.unreachable_error()
 
     def _close(self, update: Update) -> None:
-        """The script is behind an update."""
+        """Finish an update, when the script asks for the next one or leaves the loop."""
         self._check_whole(update)
         update._finish()
         self.member.move()
         self.update = None
 
     def _check_whole(self, update: Update) -> None:
-        if update.open is not None:
-            raise FallowError(update.open.leave(), Exit.DATA)
+        if update.inner_loop is not None:
+            raise FallowError(update.inner_loop.leave(), Exit.DATA)
         if not update.phases_done:
             raise FallowError(
                 f"step {update.step}: an update without its inner loop: `for batch in update: ...backward()` in front "
@@ -175,31 +175,31 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Number of the update at work, or finished ones; for the script."""
+        """Number of finished optimizer steps, for the script."""
         self._note_reading()
-        return self._rehearsed_step if self.rehearsing else self.member.place.position.step
+        return self._rehearsed_step if self.is_rehearsing else self.member.place.position.step
 
     @property
     def epoch(self) -> int:
-        """Epoch of `run.epochs`, else passes over the data; for the script."""
+        """Epoch of `run.epochs`, else the number of finished passes over the data; for the script."""
         self._note_reading()
         return self.member.place.epoch
 
     def _note_reading(self) -> None:
-        if self.update is not None and not self.update.begun:
+        if self.update is not None and not self.update.has_begun:
             self.update.place_was_read = True
 
     # -------------------------------------------------------------------------------------------------- newcomers
 
     def _rehearse(self, step: int) -> Generator[Update, None, None]:
-        """A newcomer's first update. All that was prepared is afterwards as before, also if the script leaves it.
+        """Yield the update that a newcomer rehearses. Prepared objects are restored afterwards in any case.
 
         Args:
-            step: where the members are, as far as this worker has heard.
+            step: the members' step, as the head last said.
         """
         member = self.member
         self._rehearsed_step = step
-        self.rehearsing = True
+        self.is_rehearsing = True
         self.update = update = Update(self, rehearsal=True)
         try:
             before = Snapshot(member.prepared)
@@ -214,10 +214,10 @@ class Loop:
                     member.saver.is_requested = False
             self._check_whole(update)
         finally:
-            self.rehearsing, self.update = False, None
+            self.is_rehearsing, self.update = False, None
 
     def _announce(self, session: Session, source: Source, epochs: int, max_steps: int | None) -> None:
-        """Tell the head that this worker is ready, with a signature of the state."""
+        """Tell the head that this worker is ready, with the contract that it offers."""
         prepared = self.member.prepared
         ends = [max_steps, None if source.steps is None else source.steps * epochs]
         total = min((end for end in ends if end is not None), default=inf) * self.member.place.epochs_in_loop
@@ -237,7 +237,7 @@ class Loop:
         )
 
     def _settle(self, call: int | None) -> None:
-        """The members are past this call: what is done on the way to them must not change the state."""
+        """Keep the received state while the script goes to the members' place: the members are past this call."""
         self.generations.report_arrival()
         while not self.member.state_status.settle():
             self.meeting.join()
@@ -248,7 +248,7 @@ class Loop:
 
     def _call_to_compare(self, source: Source, epochs: int, max_steps: int | None) -> Call:
         # Members send whole numbers, and a limit may be `math.inf`. The script may have left the loop over epochs, too,
-        # when it tells that it has left the call.
+        # when it reports that it has left the call.
         mark = self.member.place.mark
         loop, epoch = (mark.loop, mark.epoch) if mark.inside else (-1, -1)
         most = -1 if max_steps is None else int(min(max_steps, MOST))
@@ -257,52 +257,52 @@ class Loop:
     # ------------------------------------------------------------------------------------------ between the calls
 
     def end_call(self, *, script: bool = False) -> None:
-        """Agree on the end of a call that the script has left by itself, before anything else is done together.
+        """Agree on the end of a call that the script has left by a break. Call before the next operation.
 
         Args:
-            script: it is the script's end, too.
+            script: the script ends, too.
 
         Raises:
-            FallowError: the others go on in it.
-            EndedAlone: so they do, and it is the script's end.
+            FallowError: the other members go on in the call.
+            ScriptEndedEarly: the other members go on in the call, and `script` is true.
         """
         place = self.member.place
         if self._call is not None and not self._in_call:
             update = self.update
-            if update is not None and update.open is not None:
-                text = update.open.leave()
+            if update is not None and update.inner_loop is not None:
+                text = update.inner_loop.leave()
                 if script:  # by `sys.exit`, say, whose code must not become another one
                     sys.stderr.write(f"fallow: {text}\n")
-                    raise EndedAlone
+                    raise ScriptEndedEarly
                 if sys.exc_info()[0] is None:
                     raise Divergence(text)
-                if update.open.begun:  # the others may be waiting for its sums
+                if update.inner_loop.has_begun:  # the others may be waiting for its sums
                     raise FallowError(text, Exit.DATA)  # not `Apart`: what is being handled may be this node's failure
             self.update = self._call = None
-            self.meeting.joint(Kind.END, ended=script)
+            self.meeting.joint_call(Kind.END, has_ended=script)
             self._goes_elsewhere(None)
         if not self._in_call:
             place.finish_left_loop()
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A prepared optimizer is about to step.
+        """Check that a prepared optimizer may step now.
 
         Raises:
-            FallowError: where gradients are not whole.
+            FallowError: the gradients are not complete.
         """
         update = self.update
         if update is None:
             return
-        if not self.rehearsing:
+        if not self.is_rehearsing:
             self.member.place.position.acts += 1
-        if self.short:
+        if self.is_short_loop:
             return
-        if update.open is not None:
-            if not update.open.begun or not update.open.inside:
-                raise FallowError(update.open.leave(), Exit.DATA)
+        if update.inner_loop is not None:
+            if not update.inner_loop.has_begun or not update.inner_loop.in_body:
+                raise FallowError(update.inner_loop.leave(), Exit.DATA)
             raise FallowError(
-                f"step {update.step}: an optimizer's step inside the inner loop, or behind a break from it: gradients "
-                "are whole when the inner loop has ended; write it behind that",
+                f"step {update.step}: an optimizer's step inside the inner loop, or after a break from it: gradients "
+                "are complete when the inner loop has ended; step the optimizer after it",
                 Exit.DATA,
             )
         if not update.phases_done:
@@ -313,68 +313,68 @@ class Loop:
         self._had_strays[id(optimizer)] = self._has_strays(update)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A prepared optimizer has stepped. What its closure has left is no backward in front of the next inner loop.
+        """After an optimizer's step: accept the gradients that its closure has made.
 
         Raises:
-            FallowError: that is all that it has.
+            FallowError: the closure's gradients are the only ones of this step.
         """
         if self.update is not None and not self._had_strays.pop(id(optimizer), True) and self._has_strays(self.update):
             self.member.reduction.accept_gradients()
 
     def _has_strays(self, update: Update) -> bool:
-        """Return True if there are gradients of no inner loop, beside those of the last one."""
+        """Return True if there are gradients that no inner loop has summed."""
         reduction = self.member.reduction
-        has_strays = reduction.stray()
-        if reduction.nothing and has_strays:
+        has_strays = reduction.has_stray_gradients()
+        if reduction.has_no_gradients and has_strays:
             raise FallowError(
-                f"step {update.step}: no shard made a backward inside the inner loop, and one behind it trains this "
-                "member alone: `for batch in update: loss_fn(model(batch)).backward()`; neither make a list of an "
-                "update nor keep its batches for later",
+                f"step {update.step}: no shard made a backward inside the inner loop, and a backward after it "
+                "trains this member alone: `for batch in update: loss_fn(model(batch)).backward()`; neither make a "
+                "list of an update nor keep its batches for later",
                 Exit.DATA,
             )
         return has_strays
 
-    def together(self, kind: Kind, value: float) -> float:
-        """The mean of the members' values: between inner loops, or outside of all calls."""
-        if self.rehearsing:
+    def joint_call(self, kind: Kind, value: float) -> float:
+        """Return the mean of the members' values. Legal between inner loops, and outside of all calls."""
+        if self.is_rehearsing:
             return value
         if self._in_call:
-            if self.update is not None and self.update.open is not None:
+            if self.update is not None and self.update.inner_loop is not None:
                 raise FallowError(
                     f"run.{kind.name.lower()} inside the inner loop: write update.note(x=...) there and "
-                    "update.mean('x') behind it",
+                    "update.mean('x') after it",
                     Exit.DATA,
                 )
             if self.update is not None:
-                self.update.asked = True
-            answer = self.meeting.joint(kind, value)
+                self.update.made_joint_call = True
+            answer = self.meeting.joint_call(kind, value)
             self.check_place(mid_update=True)
             return answer
         self.end_call()
         if not self.member.place.in_sync:
             return value
-        answer = self.meeting.joint(kind, value)
+        answer = self.meeting.joint_call(kind, value)
         self._goes_elsewhere(None)
         return answer
 
 
 class CatchUp:
-    """The state of prepared objects, as received, while the script is on its way to the place where the members are.
+    """The received state of prepared objects, kept while the script goes to the members' place.
 
-    A newcomer, and members that went back to a checkpoint, run lines of the script that others have run before: those
-    between two calls of `run.updates`. Such a line may step a scheduler, set a learning rate, freeze a layer or put a
-    module to rest, change weights by hand or the statistics of a BatchNorm by a forward, clear an optimizer's state or
-    begin a moving average anew. The state that was received has all that already, so it is put back as it came.
+    On its way the script runs the lines between two `run.updates` calls, which the members have run before. A line may
+    step a scheduler, set a learning rate, freeze a layer, call eval(), change weights by hand or the statistics of a
+    BatchNorm by a forward, clear an optimizer's state or restart a moving average. The received state contains all
+    these changes already. So it is restored when the script reaches the members' place.
     """
 
     def __init__(self) -> None:
         self._state: Snapshot | None = None
-        "None: nothing is kept"
+        "the received state; None: nothing is kept"
         self._optimizers: list[torch.optim.Optimizer] = []
-        "that add no groups: those that the members have added are there already"
+        "optimizers that add no groups meanwhile: the received state has the members' groups already"
 
     def keep(self, prepared: Prepared) -> None:
-        """The state is here, and the script is elsewhere. What is kept already stays: the script has gone on since."""
+        """Keep the prepared objects' present state, unless a state is kept already."""
         if self._state is None:
             self._state = Snapshot(prepared)
             self._optimizers = list(prepared.optimizers)
@@ -382,7 +382,7 @@ class CatchUp:
                 setattr(optimizer, "add_param_group", _added_already)  # noqa: B010  # mypy forbids assigning to a method
 
     def put_back(self) -> None:
-        """The script is where the members are, or they compare what they have."""
+        """Restore the kept state. Call at the members' place, or before members compare their state."""
         state, self._state = self._state, None
         if state is not None:
             for optimizer in self._optimizers:
@@ -391,19 +391,19 @@ class CatchUp:
 
 
 def _added_already(*args: Any, **kwargs: Any) -> None:
-    """In the place of `Optimizer.add_param_group`."""
+    """Replaces `Optimizer.add_param_group`."""
 
 
 def _check_fixed_world(group: Group, prepared: Prepared) -> None:
-    """Refuse ranks without a connection, on unlike devices, and in a reproducible world those with other bits.
+    """Check the connections and devices of a fixed world's ranks; in a reproducible world also their arithmetic.
 
-    The world was built before the script told which device it trains on: its transport is made here.
+    The world was built before the script chose its device, so the device's transport is made here.
     """
     device = prepared.device
     own = [device.type, *(signature(prepared.devices()) if prepared.reproducible else ())]
     try:
-        first, *others = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
-        for rank, other in enumerate(others, start=1):
+        first, *signatures = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
+        for rank, other in enumerate(signatures, start=1):
             if other[0] != first[0]:
                 raise FallowError(
                     f"rank {rank} trains on a device of type {other[0]}, rank 0 on {first[0]}: move the model to the "

@@ -32,7 +32,7 @@ class Modes:
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._parts: list[tuple[str, nn.Module]] = []
 
-    def look(self) -> None:
+    def list_parts(self) -> None:
         """Learn which parameters and modules there are. Between two calls of this there are no others."""
         self._parameters = list(named_parameters(self._modules))
         self._parts = [
@@ -43,23 +43,23 @@ class Modes:
 
     def export(self, kinds: Collection[str] = KINDS) -> list[str]:
         """Lines that name what is frozen and what rests; a kind that is not among `kinds` is left out."""
-        self.look()
+        self.list_parts()
         switched = zip(KINDS, self._switched(), strict=True)
         return [line for kind, lines in switched for line in (lines if kind in kinds else [f"{_UNLIKE} {kind}"])]
 
     def load(self, exported: Sequence[str]) -> None:
         """Switch everything as it was where these lines were exported."""
-        self.look()
-        known = set(exported)
-        for name, parameter in self._parameters if f"{_UNLIKE} frozen" not in known else ():
-            parameter.requires_grad_(f"frozen {name}" not in known)
-        for name, part in self._parts if f"{_UNLIKE} resting" not in known else ():
-            part.training = f"resting {name}" not in known  # not `train()`, which goes on to all modules inside
+        self.list_parts()
+        lines = set(exported)
+        for name, parameter in self._parameters if f"{_UNLIKE} frozen" not in lines else ():
+            parameter.requires_grad_(f"frozen {name}" not in lines)
+        for name, part in self._parts if f"{_UNLIKE} resting" not in lines else ():
+            part.training = f"resting {name}" not in lines  # not `train()`, which goes on to all modules inside
 
     def fingerprints(self) -> tuple[int, int]:
         """62 bits of what is frozen, and of what rests. Cheap: each step asks, and walking over modules takes 1 ms."""
         if not self._parts:
-            self.look()
+            self.list_parts()
         frozen, resting = self._switched()
         return checksum("\n".join(frozen).encode()), checksum("\n".join(resting).encode())
 
@@ -69,12 +69,12 @@ class Modes:
         return frozen, [f"resting {name}" for name, part in self._parts if not part.training]
 
 
-def common(exports: Sequence[Sequence[str]]) -> list[str]:
+def common_modes(exports: Sequence[Sequence[str]]) -> list[str]:
     """What several members have exported, without a kind in which they differ."""
     switched: list[str] = []
     for kind in KINDS:
-        first, *others = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
-        switched += first if all(other == first for other in others) else [f"{_UNLIKE} {kind}"]
+        first, *further = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
+        switched += first if all(other == first for other in further) else [f"{_UNLIKE} {kind}"]
     return switched
 
 

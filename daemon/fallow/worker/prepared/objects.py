@@ -13,7 +13,7 @@ from torch import nn
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.prepared.modes import Modes, extra_holders, read_extra
-from fallow.worker.prepared.state import device_of, encode, named_parameters, placed, plain_name
+from fallow.worker.prepared.state import decode_onto, device_of, encode, named_parameters, plain_name
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 
@@ -36,7 +36,7 @@ class Prepared:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.others: list[Any] = []
+        self.stateful_objects: list[Any] = []
         "schedulers, scalers, averages, and whatever has state_dict and load_state_dict"
         self.dicts: list[dict[Any, Any]] = []
         "of plain values and tensors"
@@ -56,9 +56,9 @@ class Prepared:
         Raises:
             FallowError: it has no state that can be handed to another member, or it was given before.
         """
-        known = [*self.modules, *self.optimizers, *self.others, *self.dicts, *self.generators]
+        prepared_objects = [*self.modules, *self.optimizers, *self.stateful_objects, *self.dicts, *self.generators]
         kind = type(thing).__name__
-        if any(thing is other for other in known):
+        if any(thing is other for other in prepared_objects):
             raise FallowError(f"prepare: {kind} was given twice; prepare each object once")
         if isinstance(thing, nn.Module):
             _check_module(thing)
@@ -73,7 +73,7 @@ class Prepared:
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers.append(thing)
         elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            self.others.append(thing)
+            self.stateful_objects.append(thing)
         elif isinstance(thing, dict):
             encode(dict(thing), f"prepare: {kind}")
             self.dicts.append(thing)
@@ -87,11 +87,13 @@ class Prepared:
                 Exit.DATA,
             )
 
-    def acting(self) -> list[tuple[Any, list[str]]]:
+    def acting_objects(self) -> list[tuple[Any, list[str]]]:
         """Objects that change their state once per step, and the names of the methods that do it."""
-        things = [*self.optimizers, *self.others]
-        found = ((thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things)
-        return [(thing, names) for thing, names in found if names]
+        things = [*self.optimizers, *self.stateful_objects]
+        acting_methods = (
+            (thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things
+        )
+        return [(thing, names) for thing, names in acting_methods if names]
 
     @property
     def reproducible(self) -> bool:
@@ -116,8 +118,8 @@ class Prepared:
         if self._buffer_places is None:
             parts = (part for module in self.modules for part in module.modules())
             self._buffer_places = [(part._buffers, name) for part in parts for name in part._buffers]
-        found = {id(buffer): buffer for inside, name in self._buffer_places if (buffer := inside[name]) is not None}
-        return list(found.values())
+        buffers = {id(buffer): buffer for inside, name in self._buffer_places if (buffer := inside[name]) is not None}
+        return list(buffers.values())
 
     def weights(self) -> list[torch.Tensor]:
         """Parameters (frozen ones too) and buffers, as they come in `export`; a generation's checksum is over them."""
@@ -129,8 +131,8 @@ class Prepared:
 
     def trained_weights(self) -> set[int]:
         """Numbers, among `weights`, of the parameters that prepared optimizers change."""
-        held = {id(parameter) for group in self.groups() for parameter in group["params"]}
-        return {number for number, tensor in enumerate(self.weights()) if id(tensor) in held}
+        optimized = {id(parameter) for group in self.groups() for parameter in group["params"]}
+        return {number for number, tensor in enumerate(self.weights()) if id(tensor) in optimized}
 
     def devices(self) -> set[torch.device]:
         """Where the modules are."""
@@ -161,7 +163,7 @@ class Prepared:
             "models": [{name: tensor.detach() for name, tensor in _named(module).items()} for module in self.modules],
             "groups": [_groups(optimizer, self._parameter_names()) for optimizer in self.optimizers],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "others": [thing.state_dict() for thing in self.others],
+            "others": [thing.state_dict() for thing in self.stateful_objects],
             "dicts": [dict(values) for values in self.dicts],
         }
 
@@ -191,17 +193,17 @@ class Prepared:
                     optimizer.load_state_dict(saved)
                 _keep_strides(optimizer)
             for own, values in zip(self.dicts, state["dicts"], strict=True):
-                values = placed(encode(values, "dict"), encode(dict(own), "dict"))
+                values = decode_onto(encode(values, "dict"), encode(dict(own), "dict"))
                 own.clear()
                 own.update(values)
-            others = list(zip(self.others, state["others"], strict=True))
+            stateful_pairs = list(zip(self.stateful_objects, state["others"], strict=True))
         except (KeyError, ValueError, RuntimeError) as error:
             raise FallowError(
                 f"the run's state does not fit what this script prepared: {error}; "
                 "use the same script, arguments and library versions in every allocation",
                 Exit.DATA,
             ) from None
-        for thing, saved in others:
+        for thing, saved in stateful_pairs:
             try:
                 thing.load_state_dict(saved)
             except Exception as error:
@@ -224,7 +226,7 @@ class Prepared:
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
             *(f"optimizer.{number} {type(optimizer).__name__}" for number, optimizer in enumerate(self.optimizers)),
             *extra_holders(self.modules),
-            *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)),
+            *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.stateful_objects)),
             *(f"dict.{number}" for number in range(len(self.dicts))),
         ]
 
@@ -234,13 +236,13 @@ def _groups(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) ->
     return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _regroup(optimizer: torch.optim.Optimizer, wanted: list[list[str]], names: dict[torch.Tensor, str]) -> None:
+def _regroup(optimizer: torch.optim.Optimizer, target_groups: list[list[str]], names: dict[torch.Tensor, str]) -> None:
     """Make the groups those of another member, whose script has added some, or of a checkpoint before that."""
-    alike = sum(takewhile(bool, map(eq, _groups(optimizer, names), wanted)))
+    alike = sum(takewhile(bool, map(eq, _groups(optimizer, names), target_groups)))
     parameters = {name: parameter for parameter, name in names.items()}
     has_names = any("param_names" in group for group in optimizer.param_groups)
     del optimizer.param_groups[alike:]
-    for group in wanted[alike:]:
+    for group in target_groups[alike:]:
         params = [(name, parameters[name]) if has_names else parameters[name] for name in group]
         optimizer.add_param_group({"params": params})
 
@@ -314,11 +316,11 @@ def _load_plainly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
         if number in range(len(params)) and isinstance(entry, dict)  # others are the optimizer's own
     }
     instead = {number: torch.empty(0, dtype=params[number].dtype, device=params[number].device) for number in cast}
-    kept = {
+    state = {
         number: {**entry, **dict.fromkeys(cast[number], instead[number])} if number in cast else entry
         for number, entry in saved["state"].items()
     }
-    optimizer.load_state_dict({**saved, "state": kept})
+    optimizer.load_state_dict({**saved, "state": state})
     for number, entry in cast.items():
         optimizer.state[params[number]].update({key: value.to(params[number].device) for key, value in entry.items()})
 

@@ -109,10 +109,14 @@ def _sample(kind: str) -> str:
     """Digest of a few small computations, forward and backward: the libraries' choices show here, whatever they are."""
     total = hashlib.sha256()
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast(kind, enabled=False):
-        made = torch.Generator(device="cpu").manual_seed(1)
-        x = torch.randn(24, 3, 17, 13, generator=made, dtype=torch.float32, device="cpu").to(kind)
-        kernel = torch.randn(8, 3, 3, 3, generator=made, dtype=torch.float32, device="cpu").to(kind).requires_grad_()
-        weight = torch.randn(1320, 257, generator=made, dtype=torch.float32, device="cpu").to(kind).requires_grad_()
+        generator = torch.Generator(device="cpu").manual_seed(1)
+        x = torch.randn(24, 3, 17, 13, generator=generator, dtype=torch.float32, device="cpu").to(kind)
+        kernel = (
+            torch.randn(8, 3, 3, 3, generator=generator, dtype=torch.float32, device="cpu").to(kind).requires_grad_()
+        )
+        weight = (
+            torch.randn(1320, 257, generator=generator, dtype=torch.float32, device="cpu").to(kind).requires_grad_()
+        )
         h = F.gelu(F.conv2d(x, kernel)).flatten(1)
         h = F.layer_norm(h @ weight, (257,))
         low = (h.bfloat16() @ weight.t().bfloat16()).float()

@@ -125,7 +125,7 @@ def decode(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
         raise FallowError(f"a received or stored state cannot be read: {error}", Exit.DATA) from None
 
 
-def placed(encoded: Encoded, live: Encoded, first: int = 0) -> Any:
+def decode_onto(encoded: Encoded, live: Encoded, first: int = 0) -> Any:
     """Decode a tree with its tensors, from the `first` one on, on the devices of the live ones in their places."""
     places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
     tensors = [
@@ -165,7 +165,7 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
             return [kind.__name__, items]
         factory = getattr(value.default_factory, "__name__", "")
         if _FACTORIES.get(factory) is not value.default_factory:
-            raise _refused(where, f"defaultdict of {factory}")
+            raise _unsupported(where, f"defaultdict of {factory}")
         return ["defaultdict", items, factory]
     if kind is io.BytesIO:
         return ["bytesio", value.getvalue()]
@@ -174,18 +174,18 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         return ["np", array.dtype.str, list(array.shape), array.tobytes(), isinstance(value, np.generic)]
-    raise _refused(where, f"{kind.__module__}.{kind.__qualname__}")
+    raise _unsupported(where, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _pack_key(key: Any, where: str) -> list[Any]:
-    beside = Encoded()
-    packed = _pack(key, where, [], beside)
-    if beside.tensors:
-        raise _refused(where, "tensor as a key")
+    encoded = Encoded()
+    packed = _pack(key, where, [], encoded)
+    if encoded.tensors:
+        raise _unsupported(where, "tensor as a key")
     return packed
 
 
-def _refused(where: str, what: str) -> FallowError:
+def _unsupported(where: str, what: str) -> FallowError:
     return FallowError(
         f"{where}: its state holds a {what}, which cannot be handed to another member; "
         "return plain values, arrays and tensors from state_dict() and get_extra_state()",
@@ -238,7 +238,7 @@ def from_bytes(data: bytes, device: torch.device = HOST) -> Any:
     """
     try:
         tree, parts = msgspec.msgpack.decode(data, type=tuple[bytes, list[tuple[TensorSpec, bytes]]])
-        tensors = room([spec for spec, _ in parts])
+        tensors = allocate([spec for spec, _ in parts])
         for n, (spec, raw) in enumerate(parts):
             as_bytes(tensors[n]).numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
             if spec.on_device:
@@ -266,21 +266,24 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return lying.contiguous().reshape(-1).view(torch.uint8)
 
 
-def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
+def allocate(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
     """New tensors: those of the host in one block of memory, those with `on_device` on `device` each by itself."""
     is_away = [devices.asynchronous(device) and spec.on_device for spec in specs]
-    sizes = [0 if away else -(-spec.nbytes // _ALIGN) * _ALIGN for spec, away in zip(specs, is_away, strict=True)]
+    sizes = [
+        0 if in_device_memory else -(-spec.nbytes // _ALIGN) * _ALIGN
+        for spec, in_device_memory in zip(specs, is_away, strict=True)
+    ]
     parts = torch.split(_block(sum(sizes), pinned=pinned), sizes)
     tensors: list[torch.Tensor] = []
-    for spec, away, part in zip(specs, is_away, parts, strict=True):
-        flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device) if away else part[: spec.nbytes]
+    for spec, in_device_memory, part in zip(specs, is_away, parts, strict=True):
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device) if in_device_memory else part[: spec.nbytes]
         order = spec.order or list(range(len(spec.shape)))
         lying = flat.view(dtype_named(spec.dtype)).reshape([spec.shape[side] for side in order])
         tensors.append(lying.permute([order.index(side) for side in range(len(order))]))
     return tensors
 
 
-def fitting(live: Iterable[torch.Tensor], specs: Iterable[TensorSpec]) -> dict[int, torch.Tensor]:
+def reusable_tensors(live: Iterable[torch.Tensor], specs: Iterable[TensorSpec]) -> dict[int, torch.Tensor]:
     """By number, the live tensors that are as specified, so that their memory takes such a tensor's bytes."""
     pairs = enumerate(zip(live, specs, strict=False))
     alike = {n: tensor.detach() for n, (tensor, spec) in pairs if spec_of(tensor) == spec}
@@ -304,7 +307,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 def host_copies(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Event | None]:
     """Copies of the tensors' values now, in one block of host memory, and the event behind which they may be read."""
     device = device_of(tensors)
-    copies = room([spec_of(tensor) for tensor in tensors], pinned=devices.asynchronous(device))
+    copies = allocate([spec_of(tensor) for tensor in tensors], pinned=devices.asynchronous(device))
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor.detach(), non_blocking=True)
     return copies, devices.event(device)

@@ -78,7 +78,7 @@ class Arithmetic:
         total = self._sums.get(bucket.number)
         if total is None:
             total = self._memory.get(bucket.number)
-            if total is None or total.shared:
+            if total is None or total.is_shared:
                 total = self._memory[bucket.number] = Sum(bucket, bucket.dtype)
             self._sums[bucket.number] = total
             total.clear()

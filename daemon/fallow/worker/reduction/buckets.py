@@ -115,7 +115,7 @@ class Sum:
         self.flat.add_(other.flat)
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Somebody else holds a tensor in this memory, for example a script that keeps last step's gradients."""
         return _users(self.flat) != self._users
 
@@ -144,8 +144,8 @@ def lay_out(params: Sequence[nn.Parameter], order: Iterable[int]) -> list[Bucket
         The buckets, in the order of their reduction.
     """
     expected = list(order)
-    others = sorted(set(range(len(params))).difference(expected), reverse=True)
-    buckets = [*_spread(params, expected), *_spread(params, others)]
+    unused = sorted(set(range(len(params))).difference(expected), reverse=True)
+    buckets = [*_spread(params, expected), *_spread(params, unused)]
     return [_bucket(params, number, members) for number, members in enumerate(buckets)]
 
 
@@ -161,23 +161,23 @@ def _bucket(params: Sequence[nn.Parameter], number: int, members: list[int]) -> 
 
 def _spread(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[list[int]]:
     """The indices, divided into buckets."""
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     open_bucket: dict[torch.dtype, tuple[int, int, int]] = {}
-    left: Counter[torch.dtype] = Counter()
+    remaining_bytes: Counter[torch.dtype] = Counter()
     for index in order:
-        left[params[index].dtype] += params[index].nbytes
+        remaining_bytes[params[index].dtype] += params[index].nbytes
     for index in order:
         dtype, nbytes = params[index].dtype, params[index].nbytes
-        number, used, cap = open_bucket.get(dtype, (-1, 0, 0))
-        if used >= cap:
-            part = left[dtype] if left[dtype] <= _LAST_BYTES else left[dtype] * 3 // 4
-            cap = min(BUCKET_BYTES, max(1, part)) if found else _FIRST_BYTES
-            number, used = len(found), 0
-            found.append([])
-        found[number].append(index)
-        open_bucket[dtype] = (number, used + nbytes, cap)
-        left[dtype] -= nbytes
-    return found
+        number, size_bytes, cap = open_bucket.get(dtype, (-1, 0, 0))
+        if size_bytes >= cap:
+            part = remaining_bytes[dtype] if remaining_bytes[dtype] <= _LAST_BYTES else remaining_bytes[dtype] * 3 // 4
+            cap = min(BUCKET_BYTES, max(1, part)) if buckets else _FIRST_BYTES
+            number, size_bytes = len(buckets), 0
+            buckets.append([])
+        buckets[number].append(index)
+        open_bucket[dtype] = (number, size_bytes + nbytes, cap)
+        remaining_bytes[dtype] -= nbytes
+    return buckets
 
 
 @contextmanager
@@ -214,7 +214,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
 
     @staticmethod
-    def joined(parts: "Sequence[Sums]") -> "Sums":
+    def merge(parts: "Sequence[Sums]") -> "Sums":
         """Put all members' parts together; the order of the parts is that of the ranks."""
         return Sums(
             is_void=any(part.is_void for part in parts),

@@ -17,7 +17,7 @@ ROOT = 0
 """Rank of the member that has shard 0, in every division."""
 
 
-class _Room:
+class _BufferCopies:
     """Memory for copies of all buffers, in one block of bytes."""
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
@@ -36,9 +36,9 @@ class StepBuffers:
 
     def __init__(self, live: Callable[[], list[torch.Tensor]]) -> None:
         self.live = live
-        self._step_room: _Room | None = None
+        self._step_copies: _BufferCopies | None = None
         "the step's own; None: there are no buffers, or no step has begun"
-        self._shard_0_room: _Room | None = None
+        self._shard_0_copies: _BufferCopies | None = None
         "shard 0's, on all members after `share`"
 
     @torch.no_grad()
@@ -46,37 +46,37 @@ class StepBuffers:
         """Remember the step's own buffers."""
         live = self.live()
         if live:
-            if self._step_room is None:
-                self._step_room, self._shard_0_room = _Room(live), _Room(live)
-            _copy(self._step_room.views, live)
+            if self._step_copies is None:
+                self._step_copies, self._shard_0_copies = _BufferCopies(live), _BufferCopies(live)
+            _copy(self._step_copies.views, live)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the step's own buffers back: before another shard, or before the step is done again."""
-        if self._step_room is not None:
-            _copy(self.live(), self._step_room.views)
+        if self._step_copies is not None:
+            _copy(self.live(), self._step_copies.views)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Shard 0's body is over, on this member: its buffers are the step's result."""
-        if self._shard_0_room is not None:
-            _copy(self._shard_0_room.views, self.live())
+        if self._shard_0_copies is not None:
+            _copy(self._shard_0_copies.views, self.live())
 
     def share(self, group: Group) -> None:
         """Launch that all members get shard 0's, which rank `ROOT` has kept."""
-        if self._shard_0_room is not None:
-            group.copy(self._shard_0_room.bytes, ROOT)
+        if self._shard_0_copies is not None:
+            group.copy(self._shard_0_copies.bytes, ROOT)
 
     @torch.no_grad()
     def settle(self) -> None:
         """All members have shard 0's: they become the modules' own."""
-        if self._shard_0_room is not None:
-            _copy(self.live(), self._shard_0_room.views)
+        if self._shard_0_copies is not None:
+            _copy(self.live(), self._shard_0_copies.views)
 
     def renew(self) -> None:
         """The group was abandoned: a late peer may still write into what was to arrive."""
-        if self._shard_0_room is not None:
-            self._shard_0_room = _Room(self.live())
+        if self._shard_0_copies is not None:
+            self._shard_0_copies = _BufferCopies(self.live())
 
 
 def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:

@@ -110,34 +110,34 @@ class Exact(Arithmetic):
                 continue
             numel = group.size * _piece_length(bucket.numel, group.size)
             total = self._memory.get(bucket.number)
-            if total is None or len(total.flat) != numel or total.shared:
+            if total is None or len(total.flat) != numel or total.is_shared:
                 total = self._memory[bucket.number] = Sum(bucket, bucket.dtype, numel)
             self._add_up(exchanges, total.flat)
             self._sums[bucket.number] = total
             group.collect(total.flat)
 
-    def _add_up(self, exchanges: "Sequence[_Exchange]", whole: torch.Tensor) -> None:
+    def _add_up(self, exchanges: "Sequence[_Exchange]", total: torch.Tensor) -> None:
         """Fill this member's piece with the sum of all members' nodes, chunk by chunk."""
         first, stop = exchanges[0].start, exchanges[0].stop
-        size = max(1, stop - first) if asynchronous(whole.device) else _CHUNK
+        size = max(1, stop - first) if asynchronous(total.device) else _CHUNK
         for start in range(first, stop, size):
             end = min(start + size, stop)
             nodes: dict[int, torch.Tensor] = {}
             for rank, row in enumerate(self._blocks):
                 for exchange, (shard, shards) in zip(exchanges, row, strict=False):
-                    nodes[shard] = exchange.of(rank)[start - first : end - first]
+                    nodes[shard] = exchange.piece_of(rank)[start - first : end - first]
                     merge(nodes, shard, shards, 0)
-            whole[start:end].copy_(fold(nodes))
+            total[start:end].copy_(fold(nodes))
 
 
 def blocks(first: int, stop: int) -> list[tuple[int, int]]:
     """First shard and number of shards of the largest whole nodes that make up a row of shards, in order."""
-    found = []
+    nodes = []
     while first < stop:
         size = 1 << (stop - first).bit_length() - 1
-        found.append((first, min(size, first & -first) if first else size))
-        first += found[-1][1]
-    return found
+        nodes.append((first, min(size, first & -first) if first else size))
+        first += nodes[-1][1]
+    return nodes
 
 
 def merge(nodes: dict[int, _Node], first: int, size: int, begin: int) -> list[_Node]:
@@ -163,8 +163,8 @@ def merge(nodes: dict[int, _Node], first: int, size: int, begin: int) -> list[_N
 def fold(nodes: dict[int, _Node]) -> _Node:
     """Add up all nodes, from the last one on: what is missing at the tree's end counts as nothing."""
     firsts = list(nodes)
-    for left, right in reversed(list(pairwise(firsts))):
-        nodes[left].add_(nodes[right])
+    for target, source in reversed(list(pairwise(firsts))):
+        nodes[target].add_(nodes[source])
     return nodes[firsts[0]]
 
 
@@ -194,7 +194,7 @@ class _Tree:
     def _new_sum(self) -> Sum:
         while self._unused:
             total = self._unused.pop()
-            if not total.shared:
+            if not total.is_shared:
                 break
         else:
             total = Sum(self._bucket, self._bucket.dtype)
@@ -220,9 +220,9 @@ class _Exchange:
         self._sent_counts = [count * senders[own] for count in pieces]
         self._received_counts = [pieces[own] * sends for sends in senders]
         # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
-        self._sent = slice(None)
+        self._send_slice = slice(None)
         if own in (0, group.size - 1):
-            self._sent = slice(self.stop, None) if own == 0 else slice(self.start)
+            self._send_slice = slice(self.stop, None) if own == 0 else slice(self.start)
             self._sent_counts[own] = self._received_counts[own] = 0
         like = bucket.params[0]
         self._received = torch.empty(sum(self._received_counts), dtype=like.dtype, device=like.device)
@@ -232,10 +232,10 @@ class _Exchange:
     def launch(self, flat: torch.Tensor | None) -> None:
         """Launch it. Args: flat: this member's node; None: it has none."""
         self._own = flat
-        given = self._received[:0] if flat is None else flat[self._sent]
-        self.group.exchange(given, self._sent_counts, self._received, self._received_counts)
+        outgoing = self._received[:0] if flat is None else flat[self._send_slice]
+        self.group.exchange(outgoing, self._sent_counts, self._received, self._received_counts)
 
-    def of(self, rank: int) -> torch.Tensor:
+    def piece_of(self, rank: int) -> torch.Tensor:
         """This member's piece of another one's node, once the exchange is complete; to be used up."""
         if rank == self.group.rank and self._own is not None:
             return self._own[self.start : self.stop]

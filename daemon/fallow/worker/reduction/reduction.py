@@ -62,7 +62,7 @@ class Reduction:
     """Sums gradients over shards and members. Made once per run.
 
     `begin`, then `begin_body` and `end_body` for each shard of this member, then `finish` and `give_out`. Hooks raise
-    nothing: what goes wrong in one is raised by `end_body` or `finish`.
+    has_no_gradients: what goes wrong in one is raised by `end_body` or `finish`.
 
     `named` has all parameters that could train, in model order: what is frozen now may train later. The `buffers` of
     the modules are shared beside the sums.
@@ -112,14 +112,14 @@ class Reduction:
         "a gradient came too late, here in this attempt"
         self._returning: set[int] = set()
         "buckets that got gradients in void attempts at this sum, on any member; empty: there was none"
-        self.repeated = 0
+        self.repeated_sums = 0
         "finished sums that were made again for that reason"
         self._mistake: Exception | None = None
         "raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
         self.sums_of = 0
         "generation + 1 in which this member got the sums of this attempt, which are untouched; 0: it has not got them"
-        self.nothing = False
+        self.has_no_gradients = False
         "no member made a backward in the last sum"
         self.after_backward: Callable[[], None] = lambda: None
         "called when a backward is over"
@@ -148,7 +148,7 @@ class Reduction:
         """
         self._handed_gradients = [None] * len(self._params)
         self._clear()
-        self._phase, self._takes_gradients, self.sums_of, self.nothing = phase, True, 0, False
+        self._phase, self._takes_gradients, self.sums_of, self.has_no_gradients = phase, True, 0, False
         self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
         # A newcomer does not know of the others' second backwards, and in its first sum would make all begin anew.
         is_guess = self.order is not None and phase not in self._most_of_late
@@ -210,7 +210,7 @@ class Reduction:
             raise self._mistake
         self._follow_stream()
         with torch.no_grad():
-            self._launch_ready(rest=True)
+            self._launch_ready(launch_all=True)
             self.buffers.share(self._group)
             self.arithmetic.conclude(self._group)
             self._group.wait_and_verify()  # only now may this member say that it has the sums
@@ -235,22 +235,22 @@ class Reduction:
         """
         self.sums_of = 0
         touched = numbers_in(sums.touched)
-        used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
+        used_buckets = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         if sums.is_void:
-            self._returning |= used
+            self._returning |= used_buckets
             return False
         # Not before: where the group breaks, some members may have heard of a void attempt and others not.
-        self.repeated, self._returning = self.repeated + bool(self._returning), set()
+        self.repeated_sums, self._returning = self.repeated_sums + bool(self._returning), set()
         self._takes_gradients = False
-        self.nothing = not touched
+        self.has_no_gradients = not touched
         with torch.no_grad():
-            for number in used:
+            for number in used_buckets:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
         self._most_of_late.setdefault(self._phase, deque([self._guess], maxlen=PATIENCE)).append(self._most)
         unused = enumerate(self._unused_sums())
-        self._unused[self._phase] = [unused_sums(before, is_used=n in used) for n, before in unused]
+        self._unused[self._phase] = [unused_sums(before, is_used=n in used_buckets) for n, before in unused]
         if sums.order is not None and self.order is None:
             self.order = sums.order
             self._lay_out()
@@ -270,7 +270,7 @@ class Reduction:
         """The gradients that there are now count as handed out: an optimizer's step has made them."""
         self._handed_gradients = [parameter.grad for parameter in self._params]
 
-    def stray(self) -> bool:
+    def has_stray_gradients(self) -> bool:
         """Return True if the script made gradients outside of inner loops, and of an optimizer's step."""
         now = map(attrgetter("grad"), self._params)
         pairs = zip(now, self._handed_gradients, strict=True)
@@ -281,12 +281,12 @@ class Reduction:
         return {
             "idle": dict(sorted(self._unused.items())),
             "order": self.order,
-            "repeated": self.repeated,
+            "repeated": self.repeated_sums,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over an exported state."""
-        self.order, self.repeated = state["order"], state.get("repeated", 0)
+        self.order, self.repeated_sums = state["order"], state.get("repeated", 0)
         self._lay_out()
         self._unused = dict(state["idle"])
 
@@ -391,11 +391,11 @@ class Reduction:
         else:
             self.arithmetic.add(bucket, arrived, weight)
 
-    def _launch_ready(self, *, rest: bool = False) -> None:
-        """Launch the next buckets that are complete, or the `rest` of them. Raises Interrupted."""
+    def _launch_ready(self, *, launch_all: bool = False) -> None:
+        """Launch the next buckets that are complete, all of them with `launch_all`. Raises Interrupted."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if not rest and (self._leave_at_end or bucket.count < bucket.expected):
+            if not launch_all and (self._leave_at_end or bucket.count < bucket.expected):
                 return
             self._add(bucket, bucket.take_waiting())
             if not bucket.has_left:
@@ -405,8 +405,8 @@ class Reduction:
 
     def _lay_out(self) -> None:
         self._buckets = lay_out(self._params, self._first_order if self.order is None else self.order)
-        found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
-        self._places[:] = [found[index] for index in range(len(self._params))]
+        places = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
+        self._places[:] = [places[index] for index in range(len(self._params))]
         self._unused = {}
         self._guess = [len(bucket.members) for bucket in self._buckets]
         "by bucket, gradients in a body of which nothing is known"

@@ -31,12 +31,12 @@ class Orders:
 
     def __init__(self, node: int, slot: int) -> None:
         self._node, self._slot = node, slot
-        self.newest = Order(node=node, term=0, edition=0)
+        self.newest_order = Order(node=node, term=0, edition=0)
         self.upcoming: Upcoming | None = None
         "the generation to go over to; None: there is none"
-        self.taken = 0
+        self.current_generation = 0
         "the generation that the worker has gone over to last"
-        self.given_up = 0
+        self.given_up_generation = 0
         "the worker finishes no step in this generation or an older one any more"
         self._highest = 0
         "of all planned ones"
@@ -45,30 +45,32 @@ class Orders:
 
     def obey(self, order: Order) -> Moves:
         """Take a newer order; one that is not newer changes nothing."""
-        if (order.term, order.edition) <= (self.newest.term, self.newest.edition):
+        if (order.term, order.edition) <= (self.newest_order.term, self.newest_order.edition):
             return Moves()
-        self.newest, plan = order, order.plan
+        self.newest_order, plan = order, order.plan
         broken = order.broken
         if plan is not None and plan.interrupt:
             broken = max(broken, plan.replaces)
         if order.end is not None:
             broken = max(broken, self._highest)
-        self.given_up = max(self.given_up, broken)
-        known, build = self.upcoming, None
+        self.given_up_generation = max(self.given_up_generation, broken)
+        previous, build = self.upcoming, None
         if plan is not None and plan.generation > self._highest and order.end is None:
             self._highest = plan.generation
             build = self.upcoming = self._planned(plan)
-        elif known is not None and (plan is None or plan.generation != known.generation):
+        elif previous is not None and (plan is None or plan.generation != previous.generation):
             # A plan that is over by now says nothing of one that is committed.
-            self.upcoming = known if plan is None and order.committed == known.generation else None
+            self.upcoming = previous if plan is None and order.committed == previous.generation else None
         if self.upcoming is not None:
             self.upcoming.is_committed = order.committed == self.upcoming.generation
             self.upcoming.state_since = order.state_since
-        needed = {order.committed, plan.generation if plan is not None else 0}
-        self._lists = {generation: peers for generation, peers in self._lists.items() if generation in needed}
+        generations_needed = {order.committed, plan.generation if plan is not None else 0}
+        self._lists = {
+            generation: peers for generation, peers in self._lists.items() if generation in generations_needed
+        }
         return Moves(
             build=build if build is not None and not build.is_built else None,
-            drop=known if known is not self.upcoming else None,
+            drop=previous if previous is not self.upcoming else None,
             interrupt=broken,
         )
 
@@ -92,25 +94,33 @@ class Orders:
         return upcoming.generation if upcoming and upcoming.is_committed and upcoming.is_ready else 0
 
     @property
-    def prepared(self) -> int:
+    def prepared_generation(self) -> int:
         """Newest generation whose group stands."""
-        return self.upcoming.generation if self.upcoming is not None and self.upcoming.is_ready else self.taken
+        return (
+            self.upcoming.generation
+            if self.upcoming is not None and self.upcoming.standing
+            else self.current_generation
+        )
 
     @property
-    def superseded(self) -> bool:
+    def is_superseded(self) -> bool:
         """The generation that was taken is over: a newer one is committed, or it was given up, or this worker ends."""
-        return self.switch_offered > 0 or self.given_up >= self.taken or self.newest.end is not None
+        return (
+            self.switch_offered > 0
+            or self.given_up_generation >= self.current_generation
+            or self.newest_order.end is not None
+        )
 
     def give_up(self, generation: int) -> None:
         """The worker finishes no step of this generation any more, by itself."""
-        self.given_up = max(self.given_up, generation)
+        self.given_up_generation = max(self.given_up_generation, generation)
 
     def take(self) -> Upcoming:
         """Go over to the generation that is offered."""
-        taken, self.upcoming = self.upcoming, None
-        assert taken is not None
-        self.taken = taken.generation
-        return taken
+        upcoming, self.upcoming = self.upcoming, None
+        assert upcoming is not None
+        self.current_generation = upcoming.generation
+        return upcoming
 
 
 def _unknown(plan: Plan, reason: str) -> Upcoming:

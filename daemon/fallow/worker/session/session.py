@@ -19,7 +19,7 @@ from fallow.core.protocol import Heard, News, Setup, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.wire.frames import AgentChannel
-from fallow.worker.session.news import HeadNews
+from fallow.worker.session.head_status import HeadStatus
 from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
@@ -51,7 +51,7 @@ class Session:
 
     def __init__(self, connect: Connect, *, grouped: bool = True) -> None:
         self.progress = Progress()
-        self.news = HeadNews()
+        self.head_status = HeadStatus()
         self._grouped = grouped
         self._changed = threading.Condition()
         "guards orders and groups, and is notified of whatever comes from the head"
@@ -64,7 +64,7 @@ class Session:
         # Of nobody, until the first message says who this worker is.
         self.orders = Orders(0, 0)
         self.groups = Groups("", None)
-        self._taken: Upcoming | None = None
+        self._current: Upcoming | None = None
         "the generation that this worker has gone over to last"
 
     # ------------------------------------------------------------------------------------------------ begin and end
@@ -77,10 +77,10 @@ class Session:
         """
         self._channel.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or (self._start and self.news.is_known), patience_s)
+            self._changed.wait_for(lambda: self._failure or (self._start and self.head_status.is_known), patience_s)
             if self._failure is not None:
                 raise self._failure
-            if self._start is None or not self.news.is_known:
+            if self._start is None or not self.head_status.is_known:
                 raise FallowError(
                     f"the node's agent did not answer for {patience_s:g} s; see `fallow doctor`", Exit.TEMPFAIL
                 )
@@ -143,21 +143,21 @@ class Session:
             reason: why it broke; of no interest if the head has given the generation up.
         """
         with self._changed:
-            if generation > self.orders.given_up:
+            if generation > self.orders.given_up_generation:
                 self._statement.say(break_reason=reason[:_LONGEST_REASON])
             self.orders.give_up(generation)
             self._speak()
 
-    def leave(self, last: int, left: int) -> None:
+    def leave(self, last: int, first_without: int) -> None:
         """This worker has passed the boundary behind which it is no member.
 
         Args:
             last: the last generation with it.
-            left: the first one without it; `last` if nobody has ordered it to leave.
+            first_without: the first one without it; `last` if nobody has ordered it to leave.
         """
         with self._changed:
             self.orders.give_up(last)
-            self._statement.say(passed_boundary=left)
+            self._statement.say(passed_boundary=first_without)
             self._speak()
 
     def _speak(self) -> None:
@@ -173,7 +173,7 @@ class Session:
                 except Unreadable as error:
                     sys.stderr.write(f"fallow: {self.worker}: {error.message}\n")
                 if self._waits_in_vain():
-                    self.groups.interrupt(self.orders.taken, "the others have finished")
+                    self.groups.interrupt(self.orders.current_generation, "the others have finished")
                     self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------- what the head says
@@ -186,9 +186,9 @@ class Session:
                 case Order():
                     self._obey(message)
                 case News():
-                    self.news.take(message)
+                    self.head_status.take(message)
                 case Heard():
-                    self.news.hear(message.silent_s)
+                    self.head_status.note_silence(message.silent_s)
                 case Gathered():
                     for gathers in self._gathers():
                         if gathers.generation == message.generation:
@@ -217,7 +217,7 @@ class Session:
 
     def _obey(self, order: Order) -> None:
         moves = self.orders.obey(order)
-        self._statement.note(self.orders.newest.noted)
+        self._statement.note(self.orders.newest_order.noted)
         reason = order.end.reason if order.end is not None else f"the head gives up generation {moves.interrupt}"
         self.groups.interrupt(moves.interrupt, reason)
         if moves.drop is not None:
@@ -230,8 +230,8 @@ class Session:
 
     def _gathers(self) -> list[AgentGathers]:
         """Of the generation that comes next, and of the one at work."""
-        known = self.orders.upcoming, self._taken
-        return [one.gathers for one in known if one is not None and one.gathers is not None]
+        generations = self.orders.upcoming, self._current
+        return [one.gathers for one in generations if one is not None and one.gathers is not None]
 
     def _close_gathers(self) -> None:
         for gathers in self._gathers():
@@ -254,7 +254,7 @@ class Session:
     @property
     def is_main(self) -> bool:
         """As long as this worker is in no generation: it is the main one, as the head last said."""
-        return self.orders.newest.is_main and self.start.slot == 0
+        return self.orders.newest_order.is_main and self.start.slot == 0
 
     @property
     def computed(self) -> int:
@@ -289,7 +289,7 @@ class Session:
                         raise Answered(upcoming.plan.outcome)
                     if is_offered:
                         return self._take()
-                    left_s = self.setup.patience_s - min(self.news.silent_s, time.monotonic() - since)
+                    left_s = self.setup.patience_s - min(self.head_status.silent_s, time.monotonic() - since)
                     if left_s <= 0:
                         raise FallowError(
                             f"worker {self.worker}: the head was silent for {self.setup.patience_s:g} s while this "
@@ -309,17 +309,17 @@ class Session:
             self.progress.move()
 
     def _take(self) -> Upcoming:
-        taken = self.orders.take()
+        upcoming = self.orders.take()
         self._close_gathers()
-        self._taken = taken
-        self.groups.enter(taken)
-        if taken.generation <= self.orders.given_up:
-            self.groups.interrupt(taken.generation, "the head has given it up")
+        self._current = upcoming
+        self.groups.enter(upcoming)
+        if upcoming.generation <= self.orders.given_up_generation:
+            self.groups.interrupt(upcoming.generation, "the head has given it up")
         self._speak()
-        return taken
+        return upcoming
 
     def _raise_end(self) -> None:
-        order = self.orders.newest
+        order = self.orders.newest_order
         if order.end is not None:
             raise Dismissed(order.end)
         if order.finish is not None and self._waits_in_vain():
@@ -327,7 +327,7 @@ class Session:
 
     def _waits_in_vain(self) -> bool:
         """Others' scripts have ended, and this worker, a member, waits for them."""
-        if self.orders.newest.finish is None or not self.orders.taken:
+        if self.orders.newest_order.finish is None or not self.orders.current_generation:
             return False
         doing, stalled_s = self.progress.doing(self.groups.current)
         patience_s = _LATE_S if self.progress.awaiting_since is None else _LOST_S

@@ -28,19 +28,19 @@ class Progress:
     """Written by the script's threads."""
 
     step: int = 0
-    told: protocol.Progress = field(default_factory=protocol.Progress)
+    figures: protocol.Progress = field(default_factory=protocol.Progress)
     "what people see of it"
     in_loop: bool = False
     awaiting_since: float | None = None
     "when it began to wait for a new generation, on the monotonic clock; None: it does not wait for one"
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
-    _telling: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, **figures: Any) -> None:
         """From now on these fields of `protocol.Progress` are so."""
-        with self._telling:  # scripts may log from threads of their own
-            self.told = replace(self.told, **figures)
+        with self._lock:  # scripts may log from threads of their own
+            self.figures = replace(self.figures, **figures)
 
     def move(self, *, in_loop: bool | None = None) -> None:
         """The training thread gets on, in `run.updates` or outside of it; None: where it was."""
@@ -84,22 +84,22 @@ class Statement:
 
     def status(self, orders: Orders, progress: Progress, groups: Groups) -> Status:
         """How this worker stands now. Of checkpoints, the newest comes first: it is the one that must not be lost."""
-        order, upcoming, group = orders.newest, orders.upcoming, groups.current
+        order, upcoming, group = orders.newest_order, orders.upcoming, groups.current
         doing, stalled_s = progress.doing(group)
         return replace(
             self.facts,
             term=order.term,
             edition=order.edition,
             ready=None if order.accepted else self.facts.ready,
-            prepared=orders.prepared,
+            prepared=orders.prepared_generation,
             refusal=upcoming.refusal if upcoming is not None else None,
-            given_up=orders.given_up,
+            given_up=orders.given_up_generation,
             step=progress.step,
             doing=doing,
             stalled_s=stalled_s,
             computes=group is not None and group.device_progress.computes,
             saved=max(self._saved.values(), key=lambda saved: (saved.generation, saved.step), default=None),
-            progress=replace(progress.told, busy_links=groups.link_load.busy_shares),
+            progress=replace(progress.figures, busy_links=groups.link_load.busy_shares),
         )
 
 

@@ -95,7 +95,7 @@ class Handler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        return self.session.orders.newest.end is not None
+        return self.session.orders.newest_order.end is not None
 
     def set_closed(self) -> None:
         """Do nothing: only the head ends a run."""
@@ -103,7 +103,7 @@ class Handler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return 1 if the script must stop for another generation. torchrun polls this while the script runs."""
         self.session.progress.move(in_loop=False)
-        return int(self.session.orders.superseded)
+        return int(self.session.orders.is_superseded)
 
     def shutdown(self) -> bool:
         self.session.close()

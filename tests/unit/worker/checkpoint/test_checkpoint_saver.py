@@ -16,7 +16,7 @@ from fallow.core.training.saving import Saving
 from fallow.worker.checkpoint import writer as writing
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.session.news import HeadNews
+from fallow.worker.session.head_status import HeadStatus
 from fallow.worker.session.orders import Orders
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Group
@@ -27,7 +27,7 @@ class Session:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.news = HeadNews()
+        self.head_status = HeadStatus()
         self.progress = Progress()
         self.orders = Orders(1, 0)
         self.written: list[Checkpoint] = []
@@ -35,8 +35,8 @@ class Session:
 
     def hear(self, silent_s: float = 0.0, **news: Any) -> None:
         """The head says how the run stands, and then nothing for `silent_s`."""
-        self.news.take(News(term=1, **news))
-        self.news.hear(silent_s)
+        self.head_status.take(News(term=1, **news))
+        self.head_status.note_silence(silent_s)
 
     def say(self, saved: Checkpoint | None = None, unsaved: Problem | None = None) -> None:
         self.written += [saved] if saved is not None else []
@@ -159,7 +159,7 @@ def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Pat
     member = Member(tmp_path, 1, 2, 600.0, clock)
     member.save(10)
     member.saver.finish()
-    member.session.news.checkpoint_due_at = clock.now + 10
+    member.session.head_status.checkpoint_due_at = clock.now + 10
     clock.now += 11
     assert member.saver.vote(2) == 0.0
     member.session.orders.obey(Order(node=1, term=1, edition=1, unsaved=(3, 10)))

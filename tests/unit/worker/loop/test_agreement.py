@@ -23,7 +23,7 @@ CUT = Cut((4, 4), (7, 8), last=False)
 
 def opening(**fields: Any) -> Opening:
     """Of one member; the same but for `fields`, of which some are those of its call."""
-    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "since": 1, "state_status": HOLDS}
+    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "joined_in": 1, "state_status": HOLDS}
     call = Call(shards=2, batch_size=4, samples=0, epochs=1)
     call = call._replace(**{name: fields.pop(name) for name in Call._fields if name in fields})
     return Opening(**{**usual, "call": call, **fields})
@@ -45,8 +45,8 @@ def test_who_makes_a_joint_call_alone_is_told_where_the_others_are(other: Kind) 
 
 def test_who_came_first_decides_how_a_step_is_cut() -> None:
     """If those do not agree the script is wrong; else newcomers are, and the others do without them."""
-    old, new = opening(), opening(since=3)
-    odd = opening(shards=4, batch_size=2, since=3)
+    old, new = opening(), opening(joined_in=3)
+    odd = opening(shards=4, batch_size=2, joined_in=3)
     assert check_calls([old, new, old], 0) == ""
     said = "rank 0 cuts a step into 4 shards of 2 samples, rank 2 into 2 of 4: give the DataLoader"
     openings = [odd, new, old, odd]
@@ -64,8 +64,8 @@ def test_who_came_first_decides_how_a_step_is_cut() -> None:
 def test_who_has_other_data_or_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(
     other: dict[str, int],
 ) -> None:
-    old, new = opening(max_steps=7), opening(max_steps=7, since=3)
-    odd = opening(**{"max_steps": 7, "since": 3, **other})
+    old, new = opening(max_steps=7), opening(max_steps=7, joined_in=3)
+    odd = opening(**{"max_steps": 7, "joined_in": 3, **other})
     assert check_calls([new, old], 0) == ""
     assert check_calls([odd, old], 1).startswith("rank 0 is in run.updates(")
     text = r"^rank 0 is in run.updates\(.*, rank 1 in run.updates\(epochs=1, max_steps=7\): every"
@@ -122,8 +122,8 @@ def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off:
     [
         ([5, 7, 5], "differ (the weights of rank 1 of 3 are not those of most members"),
         ([7, 5, 5, 8, 5], "differ (the weights of ranks 0, 3 of 5 are not those of most members"),
-        ([7, 5], "differ; what stands behind the inner loop"),
-        ([7, 7, 5, 5], "differ; what stands behind the inner loop"),
+        ([7, 5], "differ; the code after the inner loop"),
+        ([7, 7, 5, 5], "differ; the code after the inner loop"),
     ],
 )
 def test_the_members_whose_weights_came_apart_are_named_unless_they_may_drift(checksums: list[int], whose: str) -> None:
@@ -186,7 +186,7 @@ def test_the_last_figures_of_a_shard_count_with_its_weight() -> None:
     figures.note(5, 0.5, {"loss": 7.0, "right": 2.0})
     figures.note(5, 0.5, {"loss": torch.tensor([1.0])})
     figures.send()
-    assert figures.told() == {"loss": {2: 0.75, 5: 0.5}, "right": {2: 2.0, 5: 1.0}}
-    assert figures.told() == figures.told(), "a second round of sums tells them again"
+    assert figures.by_shard() == {"loss": {2: 0.75, 5: 0.5}, "right": {2: 2.0, 5: 1.0}}
+    assert figures.by_shard() == figures.by_shard(), "a second round of sums tells them again"
     with pytest.raises(FallowError, match=r"update\.note\(loss=\.\.\.\) wants one number, not \(2, 3\)"):
         figures.note(0, 1.0, {"loss": torch.ones(2, 3)})

@@ -9,7 +9,7 @@ import torch
 
 from builders import Clock
 from fallow.worker.loop import pace
-from fallow.worker.loop.pace import ENOUGH, Pace
+from fallow.worker.loop.pace import MIN_STEPS, Pace
 from fallow.worker.transport import device as devices
 
 
@@ -69,7 +69,7 @@ class Bodies:
         for seconds in bodies:
             self.pace.begin_body(is_full=True)
             self.spend(7.0 if processes else load_s)
-            self.pace.loaded(load_s, processes)
+            self.pace.note_load(load_s, processes)
             self.spend(seconds)
             self.pace.end_body()
             self.spend(5.0)  # waiting for others
@@ -80,7 +80,7 @@ class Bodies:
 
 def test_a_pace_is_told_after_some_steps_and_outliers_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Bodies(monkeypatch)
-    assert [run.step(9.0)] + [run.step(1.0, 2.0, 3.0) for _ in range(ENOUGH - 1)] == [0.0] * (ENOUGH - 1) + [2.0]
+    assert [run.step(9.0)] + [run.step(1.0, 2.0, 3.0) for _ in range(MIN_STEPS - 1)] == [0.0] * (MIN_STEPS - 1) + [2.0]
     assert run.step(2.0, 2.0) == run.step(50.0) == run.step(2.0) == 2.0
 
 
@@ -90,7 +90,7 @@ def test_loading_counts_where_it_holds_bodies_up(
     monkeypatch: pytest.MonkeyPatch, processes: int, seconds: float, device: str
 ) -> None:
     run = Bodies(monkeypatch, device)
-    for _ in range(ENOUGH):
+    for _ in range(MIN_STEPS):
         run.step(1.0, 1.0, load_s=3.0, processes=processes)
     Event.reached = Event.made
     assert run.pace.value == pytest.approx(seconds)
@@ -98,7 +98,7 @@ def test_loading_counts_where_it_holds_bodies_up(
 
 def test_smaller_shards_and_unfinished_steps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Bodies(monkeypatch)
-    for _ in range(ENOUGH):
+    for _ in range(MIN_STEPS):
         run.pace.begin_step()
         run.pace.begin_body(is_full=True)
         run.spend(40.0)
@@ -118,7 +118,7 @@ def test_smaller_shards_and_unfinished_steps_do_not_count(monkeypatch: pytest.Mo
 
 def test_on_a_device_bodies_are_measured_there_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Bodies(monkeypatch, "cuda:1")
-    assert [run.step(2.0, 4.0, tail=9.0) for _ in range(ENOUGH)] == [0.0] * ENOUGH, "it has not reached them"
+    assert [run.step(2.0, 4.0, tail=9.0) for _ in range(MIN_STEPS)] == [0.0] * MIN_STEPS, "it has not reached them"
     Event.reached = Event.made
     assert run.pace.value == 3.0
     for _ in range(100):

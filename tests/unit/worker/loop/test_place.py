@@ -33,11 +33,11 @@ class Script:
         place = self.place
         place.finish_left_loop()
         call = place.begin_call()
-        if not place.joined:
+        if not place.has_joined:
             if self._members is not None:
                 place.position = msgspec.structs.replace(self._members.position)
-            place.joined = True
-        if place.behind(call):
+            place.has_joined = True
+        if place.members_are_past(call):
             return
         place.begin_call_with_members()
         entered = f" {place.mark.loop, place.mark.epoch}" if place.mark.inside else ""
@@ -105,7 +105,7 @@ def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
 
 
 def test_a_newcomer_that_leaves_a_loop_by_what_is_another_thing_now_is_a_stranger() -> None:
-    """As `while run.step < n` is: it is past the members' place and has not come by there."""
+    """As `while run.step < n` is: it has passed the members' place without reaching it."""
 
     def trains(script: Script, rounds: int) -> Iterator[str]:
         for _ in range(rounds):
@@ -117,10 +117,10 @@ def test_a_newcomer_that_leaves_a_loop_by_what_is_another_thing_now_is_a_strange
         next(members)
     newcomer = Script(first.place)
     assert list(trains(newcomer, 1)) == []
-    assert newcomer.place.astray
+    assert newcomer.place.is_astray
     arrived = Script(first.place)
     assert list(trains(arrived, 3)) == ["a"]
-    assert not arrived.place.astray
+    assert not arrived.place.is_astray
     with pytest.raises(Stranger, match="past the place where the members are"):
         list(newcomer.epochs(2))
 
@@ -137,7 +137,7 @@ def test_loops_over_epochs_are_not_nested() -> None:
 def test_who_ends_without_having_come_to_the_members_has_not_finished_the_training() -> None:
     run = Run(None, Group(0, 0, 1, None))
     place = run._place
-    place.joined, place.in_sync = True, False
+    place.has_joined, place.in_sync = True, False
     place.position.call_steps = 1
     with pytest.raises(Stranger):
         run._finish()

@@ -15,7 +15,16 @@ from torch.nn.utils import parametrizations
 from fallow.model import FallowError
 from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared, signature_of
-from fallow.worker.prepared.state import as_bytes, decode, encode, fitting, from_bytes, room, spec_of, to_bytes
+from fallow.worker.prepared.state import (
+    allocate,
+    as_bytes,
+    decode,
+    encode,
+    from_bytes,
+    reusable_tensors,
+    spec_of,
+    to_bytes,
+)
 
 torch.set_num_threads(1)
 
@@ -142,7 +151,7 @@ TREE = {
 
 def round_trip(value):
     encoded = encode(value, "test")
-    places = room(encoded.specs)
+    places = allocate(encoded.specs)
     for place, tensor in zip(places, encoded.tensors, strict=True):
         assert place.data_ptr() % 64 == 0
         place.copy_(tensor)
@@ -204,7 +213,9 @@ def test_what_torch_has_put_off_is_done_when_bytes_are_wanted(late: torch.Tensor
     assert late.is_contiguous()
     plain = late.resolve_conj().resolve_neg()
     assert as_bytes(late).tolist() == as_bytes(plain).tolist()
-    assert list(fitting([late, plain], [spec_of(late), spec_of(plain)])) == [1], "bytes that come would mean others"
+    assert list(reusable_tensors([late, plain], [spec_of(late), spec_of(plain)])) == [1], (
+        "bytes that come would mean others"
+    )
 
 
 def test_a_small_state_travels_as_bytes() -> None:

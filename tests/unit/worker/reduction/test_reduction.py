@@ -171,7 +171,7 @@ def test_a_second_backward_now_and_then_voids_a_sum_once() -> None:
     member = alone()
     for step in range(15):
         member.step(scripted([[EVERY]] * 7 + [[EVERY] * (2 if step % 4 == 2 else 1)]), range(8), 8)
-    assert member.reduction.repeated == 1
+    assert member.reduction.repeated_sums == 1
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -185,7 +185,7 @@ def test_a_newcomer_voids_no_sum_for_want_of_what_the_others_have_learned(interr
             one.reduction.forget()
         for _ in range(3):
             one.step(twice, [0], 1)
-        assert one.reduction.repeated == 1, "the run's first sum"
+        assert one.reduction.repeated_sums == 1, "the run's first sum"
         newcomer.reduction.load(member.reduction.export())
 
 
@@ -210,7 +210,7 @@ def test_what_is_frozen_takes_no_part_in_a_sum_that_is_made_again(
     for times in (1, 1, 1, 2):
         body = scripted([[EVERY] * times], frozen)
         assert_close(member.step(body, [0], 1), plain(net, body, 1))
-    assert member.reduction.repeated == 1
+    assert member.reduction.repeated_sums == 1
     assert launched == {number for number, one in enumerate(net.parameters()) if one.requires_grad}
 
 
@@ -221,7 +221,7 @@ def test_a_bucket_that_has_come_back_is_waited_for_from_then_on(monkeypatch: pyt
     member = alone()
     for step in range(1, 4 * 20):
         member.step(scripted([[EVERY if step % 20 == 0 else EVERY[:3]]]), [0], 1)
-    assert member.reduction.repeated == 1
+    assert member.reduction.repeated_sums == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

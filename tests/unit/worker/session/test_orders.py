@@ -76,7 +76,7 @@ def test_an_older_order_changes_nothing() -> None:
     assert orders.obey(Order(node=1, term=2, edition=1, plan=plan(5, 1))).build is not None
     for term, edition in ((1, 9), (2, 1), (2, 0)):
         assert orders.obey(Order(node=1, term=term, edition=edition, broken=9, end=End(code=1, reason="r"))) == Moves()
-    assert (orders.newest.term, orders.newest.edition, orders.given_up) == (2, 1, 0)
+    assert (orders.newest_order.term, orders.newest_order.edition, orders.given_up_generation) == (2, 1, 0)
 
 
 def test_what_a_newer_order_does_not_plan_is_dropped_unless_it_is_committed() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.protocol import News
 from fallow.model import Doing, Exit, FallowError
-from fallow.worker.session.news import HEAD_SILENT_S
+from fallow.worker.session.head_status import HEAD_SILENT_S
 from fallow.worker.session.orders import Answered, Dismissed, OthersEnded, exit_code
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Group
@@ -40,7 +40,7 @@ def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> N
     agent.commit(plan(2, 1, interrupt=True))
     agent.session.await_commit(never)
     assert agent.status.given_up == 1
-    assert not agent.session.orders.superseded
+    assert not agent.session.orders.is_superseded
     agent.order(None, committed=2, broken=2)
     agent.session.hold(2, "the head has given it up")
     assert (agent.status.given_up, agent.status.break_reason) == (2, "connection reset"), "that is no news"
@@ -116,7 +116,7 @@ def test_a_status_that_does_not_know_of_a_vote_is_not_sent_after_it(monkeypatch:
 
 def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_head_is_silent() -> None:
     agent = Agent()
-    news = agent.session.news
+    news = agent.session.head_status
     agent.silent(HEAD_SILENT_S + 1.0)
     assert not news.leaves_alone(30.0), "its node stays"
     agent.say(News(term=1, ends_in_s=25.0))
@@ -132,12 +132,12 @@ def test_a_head_that_was_replaced_says_nothing_any_more() -> None:
     agent = Agent()
     agent.say(News(term=3, joins=True, reached=(1, 7), checkpoint_in_s=60.0))
     agent.say(News(term=2))
-    assert (agent.session.news.newest.joins, agent.session.news.newest.reached) == (True, (1, 7))
-    due_at = agent.session.news.checkpoint_due_at
+    assert (agent.session.head_status.last_reply.joins, agent.session.head_status.last_reply.reached) == (True, (1, 7))
+    due_at = agent.session.head_status.checkpoint_due_at
     assert 50.0 < due_at - time.monotonic() <= 60.0
     agent.say(News(term=3, joins=False))
-    assert not agent.session.news.newest.joins
-    assert agent.session.news.checkpoint_due_at == due_at, "not known is no news"
+    assert not agent.session.head_status.last_reply.joins
+    assert agent.session.head_status.checkpoint_due_at == due_at, "not known is no news"
 
 
 def test_a_worker_with_infinite_patience_waits_for_a_silent_head_and_another_one_gives_up() -> None:
@@ -165,7 +165,7 @@ def test_a_worker_that_is_told_to_end_waits_no_longer_and_its_group_is_interrupt
     agent, group = member()
     agent.end(code, "the run is over")
     assert group.broken == "the run is over"
-    assert agent.session.orders.newest.end is not None
+    assert agent.session.orders.newest_order.end is not None
     with pytest.raises(Dismissed) as dismissed:
         agent.session.await_commit(never)
     assert (dismissed.value.code, dismissed.value.reason) == (code, "the run is over")

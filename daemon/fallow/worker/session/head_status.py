@@ -8,17 +8,17 @@ HEAD_SILENT_S = 5.0
 """A head that has said nothing for so long will not release this worker in time."""
 
 
-class HeadNews:
+class HeadStatus:
     """Set by the channel's thread, and read by the others: single assignments only.
 
     Attributes:
-        newest: as the head sent it.
+        last_reply: as the head sent it.
         is_known: it has said something.
         checkpoint_due_at: when the next periodic one is due, on the monotonic clock; None: the head has not said.
     """
 
     def __init__(self) -> None:
-        self.newest = News(term=0)
+        self.last_reply = News(term=0)
         self.is_known = False
         self.checkpoint_due_at: float | None = None
         self._heard_at = time.monotonic()
@@ -27,22 +27,22 @@ class HeadNews:
         self._checkpoints_made = 0
         "of those that somebody has asked for by hand"
 
-    def take(self, news: News) -> None:
+    def take(self, reply: News) -> None:
         """Take what the head says; a head that was replaced does not count."""
-        if self.is_known and news.term < self.newest.term:
+        if self.is_known and reply.term < self.last_reply.term:
             return
         if not self.is_known:
-            self._checkpoints_made = news.checkpoints_asked  # those before are the members' affair
+            self._checkpoints_made = reply.checkpoints_asked  # those before are the members' affair
         # A store that was lost may have lost the count, too.
-        self._checkpoints_made = min(self._checkpoints_made, news.checkpoints_asked)
+        self._checkpoints_made = min(self._checkpoints_made, reply.checkpoints_asked)
         now = time.monotonic()
-        if news.ends_in_s is not None:
-            self._ends_at = now + news.ends_in_s
-        if news.checkpoint_in_s is not None:
-            self.checkpoint_due_at = now + news.checkpoint_in_s
-        self.newest, self.is_known = news, True
+        if reply.ends_in_s is not None:
+            self._ends_at = now + reply.ends_in_s
+        if reply.checkpoint_in_s is not None:
+            self.checkpoint_due_at = now + reply.checkpoint_in_s
+        self.last_reply, self.is_known = reply, True
 
-    def hear(self, silent_s: float) -> None:
+    def note_silence(self, silent_s: float) -> None:
         """The agent says for how long it has heard nothing from the head."""
         self._heard_at = time.monotonic() - silent_s
 
@@ -78,9 +78,9 @@ class HeadNews:
     @property
     def checkpoints_asked(self) -> int:
         """How many somebody has asked for, as far as this worker has heard, if one of them was not made; else 0."""
-        asked = self.newest.checkpoints_asked
-        return asked if asked > self._checkpoints_made else 0
+        requests = self.last_reply.checkpoints_asked
+        return requests if requests > self._checkpoints_made else 0
 
-    def note_checkpoint(self, asked: int) -> None:
+    def note_checkpoint(self, requests: int) -> None:
         """The members have begun one, for as many requests as one of them had heard of."""
-        self._checkpoints_made = max(self._checkpoints_made, asked)
+        self._checkpoints_made = max(self._checkpoints_made, requests)
