@@ -82,7 +82,7 @@ def train(params: int, members: int, schedule: str = "", /, **options: object) -
             raise FallowError(f"the measured training is {text}", Exit.SOFTWARE)
         return Training(
             report=report,
-            schedule_starts=driver.happened,
+            schedule_starts=driver.performed_items,
             steps=read_steps(log),
             workers=workers,
             result=result.read_bytes() if result.exists() else b"",

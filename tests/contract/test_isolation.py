@@ -133,7 +133,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
             assert "cannot be read" in views[bad.run].message
             assert views[good.run].status is RunStatus.WAITING
             run = head.head._registry.runs[good.run]
-            assert list(run.roster.nodes) == [1] and [a.live for a in run.allocations.values()] == [True]
+            assert list(run.roster.nodes) == [1] and [a.is_live for a in run.allocations.values()] == [True]
             assert not [event for event in await head.call("events", run=good.run) if event["kind"] == "failed"]
             failed = [event for event in await head.call("events", run=bad.run) if event["kind"] == "failed"]
             assert len(failed) == 1, "and not again at the next start"
@@ -142,7 +142,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
                 assert set(slurm.cancelled) == {"7"}
             assert list(await head.head._durable.store.load("unreadable/")), "somebody may still repair it"
             (allocation,) = head.head._registry.runs[bad.run].allocations.values()
-            assert not allocation.live or allocation.asked_at is not None
+            assert not allocation.is_live or allocation.asked_at is not None
 
 
 @pytest.mark.parametrize("kind", ["root", "record", "node/1", PRUNED])

@@ -119,7 +119,7 @@ def simulate(testbed: Testbed, load: list[Line], real: dict[str, Outcome]) -> di
                 at = real[job.job_id].submit_at
                 state = "PREEMPTED" if job.preempt_at is not None else "COMPLETED"
                 started[job.job_id] = Outcome(at, job.start_at, 0.0, f"{minutes}:{seconds:02}", state)
-    return {name: msgspec.structs.replace(outcome, end_at=sim.ran[name][1]) for name, outcome in started.items()}
+    return {name: msgspec.structs.replace(outcome, end_at=sim.run_times[name][1]) for name, outcome in started.items()}
 
 
 def site(testbed: Testbed) -> Site:
@@ -137,7 +137,7 @@ def site(testbed: Testbed) -> Site:
         name="testbed",
         nodes=tuple(SimNode(node=node, gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
-        scheduler=Scheduler.of(config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
+        scheduler=Scheduler.from_parameters(config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
         preempt_type="" if layout.profile is Profile.PLAIN else config["PreemptType"],
     )
 

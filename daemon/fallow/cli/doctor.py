@@ -126,7 +126,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
     jobs_are_hidden = not site.harvest_unseen and permission.Visibility().look(for_us, config)
-    refusals = permission.refusals(for_us, config, unseen=jobs_are_hidden, allow_unfair=site.harvest_unfair)
+    refusals = permission.refusals(for_us, config, are_jobs_hidden=jobs_are_hidden, allow_unfair=site.harvest_unfair)
     has_pyslurm = importlib.util.find_spec("pyslurm") is not None and settings.slurm.client == "auto"
     results = [
         checks.slurm_version(config),

@@ -151,7 +151,7 @@ def _let_pass(number: int, frame: FrameType | None) -> None:
 def end_job(reason: str, failed: bool = False) -> NoReturn:
     """End this job, as `failed` or as planned. No later line of the script may run.
 
-    The head counts failed jobs against the node and the script (`core.accounting.duds`). Planned ends:
+    The head counts failed jobs against the node and the script (`core.accounting.launch_failures`). Planned ends:
     - If Slurm is ending the job, Slurm finishes. scancel would also cancel a requeued job.
     - A harvest job ends as COMPLETED: the shell around its script (`core.submission.script`) exits with 0.
     - A base job, whose script is the user's own, ends as CANCELLED.

@@ -96,7 +96,7 @@ def _dry_run(line: CommandLine, as_json: bool) -> int:
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     """Plan a submission. Returns the plan and the script's file (None: --wrap or standard input)."""
-    commands, folders = line.given("wrap"), line.given("chdir")
+    commands, folders = line.values_of("wrap"), line.values_of("chdir")
     source: Path | None = None
     if commands:
         if line.script is not None:
@@ -162,7 +162,7 @@ def submit_plan(submission: Submission, source: Path | None) -> int:
 
     state = str(Paths.default().state)
     script = [str(source), *submission.spec.args] if source is not None else []
-    if submission.asked("test-only"):
+    if submission.has_option("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
         _replace_process(["sbatch", *submission.options("test", variables), *script], variables)
     if shutil.which("sbatch") is None:
@@ -185,7 +185,7 @@ def submit_plan(submission: Submission, source: Path | None) -> int:
         ["sbatch", "--parsable", *submission.options(new_run.token, variables), *script],
         {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
         announce_job,
-        submission.spec.script if source is None and not submission.asked("wrap") else None,
+        submission.spec.script if source is None and not submission.has_option("wrap") else None,
     )
     if outcome.job is not None:
         return outcome.code
@@ -208,9 +208,9 @@ def submit_plan(submission: Submission, source: Path | None) -> int:
 
 def _announce(submission: Submission, line: str, run: str) -> None:
     job, _, cluster = line.partition(";")
-    if submission.asked("parsable"):
+    if submission.has_option("parsable"):
         click.echo(line)
-    elif not submission.asked("quiet"):
+    elif not submission.has_option("quiet"):
         click.echo(f"Submitted batch job {job}" + (f" on cluster {cluster}" if cluster else ""))
         say(f"run {run}; see: fallow status {run}")
     sys.stdout.flush()

@@ -151,7 +151,7 @@ def drop_stale_records(turn: Turn, run: Run) -> None:
     if run.spec.local:
         roster_tokens = {node.token for node in run.roster.nodes.values()}
         for token, allocation in list(run.allocations.items()):
-            if not allocation.live and token not in roster_tokens:
+            if not allocation.is_live and token not in roster_tokens:
                 del run.allocations[token]
                 turn.dirty.add(run.id)
     for place in [place for place in run.agent_seen if place[0] not in run.allocations]:

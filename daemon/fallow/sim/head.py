@@ -161,7 +161,7 @@ class VirtualHead(Head):
             return
         token = self.engine.name_of(event.job_id)
         run = next((run for run in self._registry.runs.values() if token in run.allocations), None)
-        if run is None or not run.allocations[token].live:
+        if run is None or not run.allocations[token].is_live:
             return
         allocation = run.allocations[token]
         turn = self._turn()
@@ -207,7 +207,7 @@ class VirtualHead(Head):
         self.loop.post(left_at, self._end_job, run, allocation)
 
     def _end_job(self, run: Run, allocation: Allocation) -> None:
-        if allocation.live:
+        if allocation.is_live:
             turn = self._turn()
             self._report_left(turn, run, allocation, Exit.NO_RESTART)
             self._carry_out(turn)
@@ -278,7 +278,7 @@ class _InstantMachine(Machine):
         self.roster.forget(node)
 
 
-class _Registry(Book):
+class _Registry(Registry):
     """A registry without files, of runs whose members join and leave at once."""
 
     def __init__(self, config: Config, pause_s: float) -> None:

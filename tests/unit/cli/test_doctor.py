@@ -85,7 +85,7 @@ def test_hidden_jobs_forbid_harvesting_unless_the_site_allows_it(
     monkeypatch.setattr(doctor, "load_config", lambda: settings)
     monkeypatch.setattr("fallow.slurm.pyslurm_client.slurm_client", lambda setting: Secretive())
     (check,) = (check for check in doctor.examine() if check.name == "harvest high")
-    assert ("others' jobs cannot be seen" in check.found) is not site_allows
+    assert ("others' jobs cannot be seen" in check.text) is not site_allows
 
 
 def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
@@ -93,4 +93,4 @@ def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
     (tmp_path / "config" / "fallow" / "config.toml").write_text("[harvst]\n")
     checks = {check.name: check for check in doctor.examine()}
     assert checks["configuration"].level is Level.FAIL
-    assert "did you mean harvest?" in checks["configuration"].found
+    assert "did you mean harvest?" in checks["configuration"].text

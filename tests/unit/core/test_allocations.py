@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from builders import NOW, allocation, job, request
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
 from fallow.core.accounting.spans import follow
-from fallow.core.allocations import Agent, observe, preempted_until
+from fallow.core.allocations import Agent, observe, preemption_end
 from fallow.head.peers.agents import give_up_agent, note_agent_end
 from fallow.head.state.stored import StoredRun
 from fallow.model import (
@@ -150,12 +150,12 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     base.was_warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
     note_agent_end(turn, desk.run, base, "n1", "given back as planned")
-    assert not base.live
+    assert not base.is_live
     turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
     assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
     turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0, reason="BeginTime"), after_s=2.0)
     assert base.state is AllocationState.PENDING
-    assert (base.agents, base.asked_at, base.warned, base.nodes) == ({}, None, False, [])
+    assert (base.agents, base.asked_at, base.was_warned, base.nodes) == ({}, None, False, [])
     assert desk.book.is_allowed(base.public_key)
     assert turn.cancels == []
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]

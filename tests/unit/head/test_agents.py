@@ -381,7 +381,7 @@ def test_an_agent_that_was_given_up_is_told_to_end(
     agent = talk.play(run, allocation).greet()
     note_agent_end(talk.turn, run, allocation, "h1", "its job ended")
     allocation.end_code = end_code
-    assert not allocation.live
+    assert not allocation.is_live
     assert talk.book.is_allowed(allocation.public_key), "its agent cannot be told"
     assert talk.book.paths.run(run.id).key(allocation.token).exists()
     code = Exit.NO_RESTART if end_code is None else end_code

@@ -390,7 +390,7 @@ def rules(
     harvest = Harvest(Config(harvest=HarvestSection(**limits)))  # type: ignore[arg-type]
     harvest.interval_s = every_s
     if fallen_idle:
-        harvest.knowledge.experience.came(fallen_idle, 0.0)
+        harvest.knowledge.experience.note_idle_nodes(fallen_idle, 0.0)
     return harvest.rules(at, site)
 
 

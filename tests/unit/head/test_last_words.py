@@ -84,7 +84,7 @@ class Scene:
         return {
             "members": (run.roster.members, run.root.status, run.root.message),
             "node": known if known is None else (known.phase, known.proved_gone, known.exited, known.seat),
-            "allocation": (gone.state, gone.hosts, gone.settled, gone.slurm_state, gone.elected),
+            "allocation": (gone.state, gone.hosts, gone.is_settled, gone.slurm_state, gone.is_elected),
             "may speak": self.talk.book.is_allowed(gone.public_key),
             "blame": (run.failures, run.record.cancelled, run.record.base_wanted, run.roster.failures.failures),
             "asks": awaits_verdict(gone, self.talk.now),

@@ -38,7 +38,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     trains.agents = {"n1": Agent()}
     turn = site.turn()
     harvest.set_stop_reason(turn, WHY)
-    assert not queued.live
+    assert not queued.is_live
     assert turn.cancels == [(run.id, pending.token, "2")]
     assert (trains.state, trains.reason) == (AllocationState.RELEASING, WHY)
     assert base.asked_at is None, "that is the user's own"

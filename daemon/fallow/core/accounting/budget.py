@@ -18,13 +18,13 @@ MOST_MINUTES = 1e9
 
 def is_charged(allocation: Allocation) -> bool:
     """Return True if the budget covers this allocation."""
-    return allocation.kind is AllocationKind.HARVEST or allocation.renewed
+    return allocation.kind is AllocationKind.HARVEST or allocation.was_renewed
 
 
 def booked_node_s(allocation: Allocation, now: float) -> float:
     """Node-seconds reserved or spent."""
     spent_s = spent_node_s(allocation, now)
-    if not is_charged(allocation) or (allocation.settled and not allocation.end_guessed):
+    if not is_charged(allocation) or (allocation.is_settled and not allocation.end_guessed):
         return spent_s
     if not allocation.spans and allocation.state is AllocationState.LOST:
         # No poll has shown its job, which may have started and ended between two polls.
@@ -71,7 +71,7 @@ def exhausted_at(budget_s: float, before_s: float, allocations: Iterable[Allocat
 
     The limits fit unless one became longer than requested: the site rounds up, or somebody extended a job.
     """
-    unsettled = [a for a in allocations if is_charged(a) and not a.settled]
+    unsettled = [a for a in allocations if is_charged(a) and not a.is_settled]
     if remaining_node_s(budget_s, before_s, allocations, now) >= 0:
         return None
     holders = [a for a in unsettled if any(span.end_at is None for span in a.spans.values())]

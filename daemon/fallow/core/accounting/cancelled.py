@@ -57,11 +57,11 @@ def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collectio
 
 def awaits_verdict(allocation: Allocation, now: float) -> bool:
     """Return True while a base job is ending and Slurm has not said how. Args: now: Unix time."""
-    is_ending = allocation.state is AllocationState.ENDED or allocation.warned
-    is_base_job = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.settled
+    is_ending = allocation.state is AllocationState.ENDED or allocation.was_warned
+    is_base_job = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.is_settled
     last_at = max((at for at in (allocation.asked_at, allocation.left_at) if at is not None), default=None)
     is_recent = last_at is not None and abs(now - last_at) < VERDICT_S
-    return is_base_job and is_ending and is_recent and not allocation.elected
+    return is_base_job and is_ending and is_recent and not allocation.is_elected
 
 
 def note(cancels: Cancels, now: float, node: str) -> bool:

@@ -94,7 +94,7 @@ def node_periods(allocation: "Allocation", at: float) -> list[tuple[float, float
     spans = allocation.spans.values()
     if spans or allocation.start_at is None:
         return [(span.start_at, span.start_at + span.held_s(at)) for span in spans for _ in span.nodes]
-    has_ended = not allocation.live and allocation.end_at is not None
+    has_ended = not allocation.is_live and allocation.end_at is not None
     end = min(at, allocation.end_at or at) if has_ended else at
     return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
 
@@ -122,7 +122,7 @@ def _not_shown(allocation: "Allocation", at: float) -> bool:
 
     The jobs ended before the first of the two polls, and at their time limit at the latest.
     """
-    if allocation.live or allocation.state is AllocationState.LOST:
+    if allocation.is_live or allocation.state is AllocationState.LOST:
         # One poll does not prove its end (`allocations.observe` decides); a lost job may still appear.
         return False
     if allocation.job_id is not None and allocation.unseen_at is None:

@@ -133,10 +133,10 @@ def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
     first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
     began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
     first_day = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
-    if allocation.job_id is None and first is None and not allocation.live:
+    if allocation.job_id is None and first is None and not allocation.is_live:
         return  # Slurm refused it
     first_day.jobs += 1
-    first_day.useless += not allocation.uses and not allocation.live
+    first_day.useless += not allocation.uses and not allocation.is_live
 
 
 def _add(tallies: Tallies, partition: str, start: float, end: float, shares: Mapping[Source, float], gpus: int) -> None:

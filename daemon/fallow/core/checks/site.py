@@ -124,7 +124,7 @@ def _unfit(
     partition: PartitionInfo, allow_without_preemption: bool, groups: Collection[str] | None
 ) -> tuple[str, str, Level] | None:
     """(reason, fix, level) of a partition that would not be harvested; None: it would be."""
-    if not open_to(partition, groups):
+    if not is_open_to(partition, groups):
         members = ", ".join(partition.allow_groups)
         fix = f"only members of {members} may submit jobs there; name another partition"
         return "not open to your groups", fix, Level.FAIL

@@ -210,7 +210,7 @@ class Learner:
             (run, what the head leaves alone from now on).
         """
         backoff = self.knowledge.backoff
-        backoff.bound(now)
+        backoff.expire(now)
         node_states = (AllocationState.RUNNING, AllocationState.RELEASING)
         our_nodes = {
             node for a, _ in harvest if (a.state in node_states or a.is_booting) and a.part is None for node in a.nodes
@@ -220,12 +220,12 @@ class Learner:
         self._holders = {a.token: who for a, who in harvest if a.is_live and a.start_at is not None}
         # Each job of ours that has ended frees a place under a limit of its account or QOS.
         for who, count in Counter(who for token, who in old_holders.items() if token not in self._holders).items():
-            backoff.eased(who, now, count)
+            backoff.note_ended_jobs(who, now, count)
         # The head before this one has noted the jobs that began in its time.
         new_tokens = self._holders.keys() - old_holders.keys() if self._polled_at < inf else set[str]()
         for a, asker in harvest:
             if a.token in new_tokens:
-                backoff.started(asker, a.partition, now)
+                backoff.note_started(asker, a.partition, now)
             # A successor is ready early and joins when the node before it leaves.
             if a.start_at is not None and a.active_at is not None and a.active_at > self._polled_at and not a.replaces:
                 wait_s = None if a.requested_ahead else a.start_at - a.requested_at

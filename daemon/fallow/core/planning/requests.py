@@ -104,7 +104,7 @@ class Caps:
     def may_wait(self, asker: Asker, besides: int = 0) -> bool:
         """Return True if one more request of this account and QOS may wait, in addition to `besides` others: Slurm may
         have held requests back at a limit lately."""
-        max_requests = self._backoff.room(asker, self._at)
+        max_requests = self._backoff.request_limit(asker, self._at)
         return max_requests is None or self._by_asker[asker] + besides < max_requests
 
     def may_wait_ahead(self) -> bool:

@@ -100,7 +100,7 @@ def learn(situation: Situation, eligibility: Eligibility, withdrawn: Sequence[Wi
         if hole is None:
             continue
         if not hole.is_sure:
-            backoff.too_long(hole.partition, allocation.minutes or 1, at)
+            backoff.note_too_long(hole.partition, allocation.minutes or 1, at)
             continue
         run_class = situation.by_run[allocation.run].run_class
         unschedulable.append((hole.node, hole.partition, run_class))

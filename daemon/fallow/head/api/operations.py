@@ -166,15 +166,15 @@ class Operations:
         target_run = self._active_run(run)
         record, backoff = target_run.record, self._harvest.knowledge.backoff
         put_off = {key: backoff.put_off_until(key) for key in (base_job(target_run.id), harvest_jobs(target_run.id))}
-        is_waiting = target_run.failures >= DUDS or max(put_off.values()) > turn.now
+        is_waiting = target_run.failures >= MAX_LAUNCH_FAILURES or max(put_off.values()) > turn.now
         if not (record.paused or record.drained or is_waiting):
             raise _refusal(target_run, "is not paused and has no drained nodes; nothing to resume")
         record.paused_by_hand, record.harvest_paused, record.drained = False, "", []
         turn.apply(target_run, ev.Unbar(at=turn.at, hosts=(*record.fruitless.barred, *record.cancelled.barred)))
-        record.refusals, record.fruitless, record.cancelled = {}, Duds(), Cancels()
+        record.refusals, record.fruitless, record.cancelled = {}, LaunchFailures(), Cancels()
         backoff.forget(target_run.asker)
         for key in put_off:
-            backoff.take_up(key)
+            backoff.resume(key)
         turn.record(target_run, "resume", "resumed by hand: nodes are requested again")
         # If this head is killed, the next head must not find a pause that the run's record does not have.
         self._harvest.note(turn)

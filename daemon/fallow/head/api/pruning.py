@@ -205,7 +205,7 @@ def _end_times(registry: Registry) -> dict[str, float]:
 
 
 def _is_over(run: Run) -> bool:
-    return run.ended and all(one.counted for one in run.allocations.values())
+    return run.ended and all(one.is_counted for one in run.allocations.values())
 
 
 def _count_checkpoints(run: str, folder: Path, is_elsewhere: bool) -> int | None:

@@ -199,8 +199,8 @@ def node_views(
 
 def _ending_nodes(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
     """Nodes of our jobs that are over for us and not for Slurm: they still count as ours."""
-    ending = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
-    polled_jobs = Shown(cluster.jobs if ending else [])
+    ending = [(run, a) for run in runs for a in run.allocations.values() if not a.is_live and not a.is_settled]
+    polled_jobs = PolledJobs(cluster.jobs if ending else [])
     for holder in ending:
         for job in polled_jobs.of(holder[1]):
             if job.state not in ENDED_STATES:
@@ -221,7 +221,7 @@ def _node_view(
         owner = NodeOwner.DOWN
     else:
         owner = NodeOwner.PLANNED if planned else NodeOwner.IDLE
-    ending = holder is not None and not holder[1].live
+    ending = holder is not None and not holder[1].is_live
     end = None if holder is None or ending else holder[1].end_at
     return NodeView(
         node=node.node,

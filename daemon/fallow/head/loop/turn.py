@@ -201,7 +201,7 @@ class Turn:
         run.generations.append(report)
         self.dirty.add(run.id)
         if report.kind is ChangeKind.START:
-            run.record.saving.began(self.now)
+            run.record.saving.note_begin(self.now)
             # A run requests no nodes before its script has worked once.
             self.poll_soon = self.poll_soon or len(run.generations) == 1
 

@@ -61,7 +61,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
             # The head has forgotten this agent, for example because its job looked requeued.
             turn.messages.append((peer, Introduce(node=message.report.node)))
         return
-    if allocation.live:
+    if allocation.is_live:
         _note_seen(turn, run, allocation, host, at)
     elif not isinstance(message, Left):
         # The head has given the allocation up. The exit code that it sent before stays valid.
@@ -86,9 +86,9 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
 
 def _note_seen(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
     run.agent_seen[allocation.token, host] = at
-    if allocation.agents[host].gone:
+    if allocation.agents[host].has_left:
         # The agent was silent, but it lives.
-        allocation.agents[host].gone = False
+        allocation.agents[host].has_left = False
         turn.dirty.add(run.id)
 
 
@@ -119,7 +119,7 @@ def _handle_hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello
     agent = allocation.agents[hello.host]
     if hello.process != agent.process:
         # A node has one agent, so the former agent has ended, and its workers with it.
-        agent.process, agent.again_at = hello.process, None
+        agent.process, agent.retry_at = hello.process, None
         agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
         turn.record(run, "node", f"{hello.host} has a new agent of {allocation.token}")
     turn.messages.append((peer, _setup_message(turn, run, allocation)))
@@ -171,7 +171,7 @@ def _admit_agent(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> 
     allocation.job_id = allocation.job_id or hello.job_id
     if run.record.slots is None:
         run.record.slots = hello.slots
-    came(run.record.fruitless, hello.host)
+    note_agent_arrival(run.record.fruitless, hello.host)
     # Slurm may have requeued the job. Its former workers are on record, so new workers need a new boot number.
     former_boots = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
     allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in former_boots)]))
@@ -209,7 +209,7 @@ def _handle_beat(turn: Turn, run: Run, allocation: Allocation, host: str, beat: 
     if beat.report is not None:
         progress = None if beat.brief else beat.progress
         _handle_report(turn, run, allocation, host, beat.report, progress, at)
-    if allocation.live:
+    if allocation.is_live:
         peer = agent_peer(allocation, host)
         turn.messages.append((peer, _beat_reply(turn, run, allocation, host)))
         if allocation.end_code is not None:
@@ -259,18 +259,18 @@ def _beat_reply(turn: Turn, run: Run, allocation: Allocation, host: str) -> News
 
 def _handle_warning(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
     """Handle a signal with which Slurm warned the node."""
-    if run.ended or not allocation.live:
+    if run.ended or not allocation.is_live:
         return
     reason = f"warned by Slurm with signal {number}: preempted or cancelled"
     if allocation.end_at is not None and turn.now >= allocation.end_at:
         # Slurm checks time limits every 30 s, so a warning at the limit comes late, never early.
         reason = "walltime"
     # The head's own scancel causes a warning, too.
-    if reason != "walltime" and not allocation.warned and allocation.asked_at is None:
+    if reason != "walltime" and not allocation.was_warned and allocation.asked_at is None:
         is_base = allocation.kind is AllocationKind.BASE
         # Only Slurm knows whether the job was preempted or cancelled, so poll soon.
-        turn.poll_soon = turn.poll_soon or allocation.harvested or is_base
-        allocation.warned = True
+        turn.poll_soon = turn.poll_soon or allocation.is_harvested or is_base
+        allocation.was_warned = True
         turn.dirty.add(run.id)
     turn.release_allocation(run, allocation, reason)
 
@@ -311,12 +311,12 @@ def _schedule_restart(turn: Turn, run: Run, allocation: Allocation, host: str, e
     """Schedule the restart of a node's workers after their end, unless they must not be restarted."""
     agent = allocation.agents[host]
     node = run.roster.nodes.get(end.node)
-    if agent.again_at is not None or agent.node != end.node or node is None or node.exited:
+    if agent.retry_at is not None or agent.node != end.node or node is None or node.exited:
         return
     if not run.may_restart(allocation, host) or end.code in FINAL:
         return
     wait_s = min(LONGEST_S, 2.0 ** min(agent.restarts, 20)) if agent.restarts else 0.0
-    agent.restarts, agent.again_at = agent.restarts + 1, turn.now + wait_s
+    agent.restarts, agent.retry_at = agent.restarts + 1, turn.now + wait_s
     delay_text = f"in {wait_s:g} s" if wait_s else "now"
     turn.record(run, "restart", f"the workers of {member_name(end.node)} on {host} are restarted {delay_text}")
 

@@ -59,7 +59,7 @@ def _look(folder: Path, known_paths: Collection[str]) -> Look:
     """Scan a folder for checkpoints whose paths are not known."""
     entries: Look = []
     try:
-        new_paths = [path for path in complete_ones(folder) if str(path) not in known_paths]
+        new_paths = [path for path in complete_checkpoints(folder) if str(path) not in known_paths]
     except OSError as error:
         log.warning("checkpoints.unseen", folder=str(folder), error=str(error))
         return entries

@@ -131,7 +131,7 @@ def _may_release(run: Run, host: str) -> bool:
     host_members = [n for n in r.members if r.nodes[n].host == host]
     remaining = len(r.present(MemberPhase.MEMBER)) - len(host_members)
     is_calm = not r.present(MemberPhase.LEAVING)
-    harvested = all(run.allocations[r.nodes[n].token].harvested for n in host_members)
+    harvested = all(run.allocations[r.nodes[n].token].is_harvested for n in host_members)
     return harvested and is_calm and remaining >= run.root.minimum
 
 

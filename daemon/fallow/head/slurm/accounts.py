@@ -83,24 +83,24 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
     for token, allocation in list(run.allocations.items()):
         is_lost = allocation.state is AllocationState.LOST and not allocation.spans
         is_old = at - _ended_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
-        if (allocation.settled or (is_lost and is_old)) and not allocation.counted:
+        if (allocation.is_settled or (is_lost and is_old)) and not allocation.is_counted:
             tally(record.usage, allocation, at)
-            if allocation.harvested:
+            if allocation.is_harvested:
                 record.harvested.add(node_periods(allocation, at), at)
-            allocation.counted = True
+            allocation.is_counted = True
             turn.dirty.add(run.id)
         # Accepted base jobs are kept: the next one gets their time limit.
-        is_refused = allocation.renewed and allocation.job_id is None and not is_lost
+        is_refused = allocation.was_renewed and allocation.job_id is None and not is_lost
         if (
-            allocation.counted
+            allocation.is_counted
             and is_old
             and (allocation.kind is AllocationKind.HARVEST or is_refused)
             and token not in roster_tokens
         ):
-            record.spent_node_s += budget.booked(allocation, at)
+            record.spent_node_s += budget.booked_node_s(allocation, at)
             del run.allocations[token]
             turn.dirty.add(run.id)
-        may_retire = may_retire and allocation.counted and is_old
+        may_retire = may_retire and allocation.is_counted and is_old
     if may_retire:
         turn.registry.retire(run)
 

@@ -56,7 +56,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         nodes=nodes_wanted if asks else min(nodes_wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if restarts else 0),
-        barred=frozenset((*run.avoided_nodes, *unfolded(run.spec.harvest_given.get("exclude", "")))),
+        excluded_nodes=frozenset((*run.avoided_nodes, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=budget_left_node_s(run, now),
         kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
@@ -141,7 +141,7 @@ def estimate(
     spec: RunSpec,
     rules: HarvestRules,
     live: Sequence[Allocation],
-    knowledge: Known,
+    knowledge: Knowledge,
     ordered: Asker | None = None,
 ) -> Prospect:
     """Plan for this run as if its base job had started. Other runs' demand is left out.
@@ -214,16 +214,16 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
     if hours is None or remaining_node_s is None or run.ended:
         return
     allocations = list(run.allocations.values())
-    waiting_jobs = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
+    waiting_jobs = [a for a in allocations if a.is_live and budget.is_charged(a) and not a.spans and not a.agents]
     for allocation in sorted(waiting_jobs, key=lambda a: -a.requested_at):
         if remaining_node_s >= 0:
             break
-        remaining_node_s += budget.booked(allocation, at)
+        remaining_node_s += budget.booked_node_s(allocation, at)
         if allocation.asked_at is None:
             turn.cancel(run, allocation, f"the budget of {hours:g} node-hours does not allow for it")
     end = budget.exhausted_at(hours * 3600.0, run.record.spent_node_s, allocations, at)
     for allocation in allocations:
-        is_charged = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
+        is_charged = allocation.state is AllocationState.RUNNING and budget.is_charged(allocation)
         if end is not None and is_charged and (allocation.end_at is None or end < allocation.end_at):
             allocation.end_at, allocation.ends_because = end, f"the budget of {hours:g} node-hours is used up"
             turn.dirty.add(run.id)

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from fallow.core.accounting import fairshare
 from fallow.core.accounting.pacing import Schedule, schedule
 from fallow.core.accounting.spans import node_periods
-from fallow.core.planning.gain import Curve, Gain, pooled, speeds
+from fallow.core.planning.gain import Curve, Gain, pool_curves, speeds
 from fallow.core.planning.share import Worth, values
 from fallow.core.training.restarts import PAUSE_S as RESTART_S
 from fallow.head.state.registry import Run
@@ -65,7 +65,7 @@ def _use(live: Sequence[Run], runs: Sequence[Run], at: float) -> dict[str, float
     use = dict.fromkeys(map(_project, live), 0.0)
     for run in runs:
         if _project(run) in use:
-            now = [a for a in run.allocations.values() if a.harvested and not a.counted]
+            now = [a for a in run.allocations.values() if a.is_harvested and not a.is_counted]
             spans = chain.from_iterable(node_periods(allocation, at) for allocation in now)
             use[_project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
     return use
@@ -78,7 +78,7 @@ def _gain(run: Run, teachers: Sequence[Run], weight: float, at: float, start_s: 
     shard_counts = [one.root.contract.shards for one in (run, *teachers[:1]) if one.root.contract is not None]
     shards = next(filter(None, shard_counts), spec.max_nodes * slots)
     restarts = contract is not None and contract.restarts
-    curve = pooled(run.record.curve, [other.record.curve for other in teachers], at)
+    curve = pool_curves(run.record.curve, [other.record.curve for other in teachers], at)
     node_speeds = tuple(speeds(curve, shards, slots, spec.max_nodes))
     current_schedule = _schedule(run, curve, at)
     worth = values(
@@ -89,7 +89,7 @@ def _gain(run: Run, teachers: Sequence[Run], weight: float, at: float, start_s: 
         urgency=1.0 if current_schedule is None else current_schedule.urgency,
         urgent_nodes=0 if current_schedule is None else current_schedule.nodes(node_speeds),
     )
-    base_jobs = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.harvested]
+    base_jobs = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.is_harvested]
     base = sum(len(a.nodes) or a.nodes_wanted for a in base_jobs)
     pause_s = run.longest_pause_s() or (RESTART_S if restarts else PAUSE_S)
     return Gain(Worth(worth, base, spec.min_nodes, start_s, pause_s), node_speeds, curve, current_schedule)

@@ -13,8 +13,8 @@ from fallow.core import records
 from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.accounting.launch_failures import MAX_LAUNCH_FAILURES, MAX_ROUNDS
-from fallow.core.allocations import WAITING, Allocation, send, sent
-from fallow.core.kinds import may_use, within
+from fallow.core.allocations import WAITING, Allocation, begin_sbatch, end_sbatch
+from fallow.core.kinds import may_use, with_reservations
 from fallow.core.membership.messages import Unreadable
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
@@ -87,7 +87,7 @@ class Harvest:
         self._config = config
         self._configured = _configured(config, groups)
         self._learner = Learner()
-        self.knowledge = self._learner.known
+        self.knowledge = self._learner.knowledge
         self._reserve = Reserve(config.harvest.limit_reserve)
         self._written_at = 0.0
         self.neighbours = Neighbours(config)
@@ -122,7 +122,7 @@ class Harvest:
     def rules(self, now: float, site: ClusterConfig | None) -> HarvestRules:
         """Rules for requests at Unix time `now`."""
         slurm = self._config.slurm
-        return allowed_now(
+        return current_rules(
             replace(self._configured, refused=self.neighbours.refused_partitions, stopped=self.stopped),
             site,
             self.knowledge.experience,
@@ -165,7 +165,7 @@ class Harvest:
 
     def _learn(self, turn: Turn, cluster: ClusterState, partitions: Sequence[PartitionInfo]) -> None:
         our_allocations = ((run, a) for run in turn.registry.on_slurm for a in run.allocations.values())
-        harvest = [(a, run.asker_of(a)) for run, a in our_allocations if a.harvested]
+        harvest = [(a, run.asker_of(a)) for run, a in our_allocations if a.is_harvested]
         names = {p.partition for p in partitions}
         for run_id, text in self._learner.take_in(cluster, harvest, names, turn.now):
             turn.record(turn.registry.runs[run_id], "backoff", text)
@@ -177,7 +177,7 @@ class Harvest:
     ) -> None:
         """Plan the next interval and carry the plan out. `partitions`: those that may be harvested."""
         runs, knowledge = {run.id: run for run in turn.registry.on_slurm}, self.knowledge
-        cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
+        cluster = with_reservations(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have become a job.
             turn.for_each(runs.values(), "stop", lambda run: give_all_back(turn, run, self.stopped))
@@ -189,7 +189,7 @@ class Harvest:
 
         turn.for_each(runs.values(), "pause", look)
         # Wait until Slurm tells whether the base job was preempted, or cancelled by its owner.
-        undecided_runs = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
+        undecided_runs = (a.run for run in runs.values() for a in run.bases if a.was_warned and awaits_verdict(a, turn.now))
         put_off.update(undecided_runs)
         # Base jobs come first: their nodes need not be harvested.
         asking_runs = [run for run in runs.values() if run.id not in put_off]
@@ -206,11 +206,11 @@ class Harvest:
         turn.for_each([runs[name] for name in gains_by_run], "demand", want)
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, live, cluster, demands, partitions)
-        live = [a for a in live if a.live]
-        knowledge.unstarted = knowledge.unstarted.look(cluster)
+        live = [a for a in live if a.is_live]
+        knowledge.unschedulable = knowledge.unschedulable.look(cluster)
         excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
         result = plan(Situation(cluster, demands, live, rules, knowledge, external, excluded))
-        knowledge.backoff, knowledge.unstarted = result.known.backoff, result.known.unstarted
+        knowledge.backoff, knowledge.unschedulable = result.knowledge.backoff, result.knowledge.unschedulable
         allocations_by_token = {a.token: a for a in live}
         for action in result.actions:
             if isinstance(action, Ask):
@@ -223,7 +223,7 @@ class Harvest:
         def update_pace(run: Run) -> None:
             run.gain, run.target = gains_by_run.get(run.id), result.targets.get(run.id)
             if run.id not in put_off and not self.stopped:
-                limit = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
+                limit = 1 if run.failures >= MAX_LAUNCH_FAILURES else min(MIN_PENDING, rules.max_pending)
                 keep_pace(turn, run, cluster, budget_left_node_s(run, cluster.at), limit, knowledge.backoff, rules)
 
         turn.for_each(runs.values(), "pace", update_pace)
@@ -245,24 +245,24 @@ class Harvest:
         askers = resolve_askers(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in partitions} - {""}
         whole_node_runs = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
-        limit_waits = yielded(cluster, live, askers, self.owner)
-        reserve = self._reserve.room(self.owner, cluster, live, demands, askers, whole_node_runs, qos)
+        limit_waits = yield_to_waiting(cluster, live, askers, self.owner)
+        reserve = self._reserve.verdict(self.owner, cluster, live, demands, askers, whole_node_runs, qos)
         for run in runs.values():
-            former_limit, run.limited_by = run.limited_by, limit_waits.because.get(run.id, "")
+            former_limit, run.limited_by = run.limited_by, limit_waits.reasons.get(run.id, "")
             if run.limited_by not in ("", former_limit):
                 turn.record(run, "limit", f"no nodes are requested: {run.limited_by}")
         for allocation in live:
-            if allocation.token in limit_waits.withdraw:
-                _withdraw(turn, runs[allocation.run], allocation, limit_waits.withdraw[allocation.token])
+            if allocation.token in limit_waits.withdrawals:
+                _withdraw(turn, runs[allocation.run], allocation, limit_waits.withdrawals[allocation.token])
         external = self._external
         returning = {request.token for request in external.give_backs}
         more_give_backs = {
             request.token: request
-            for request in (*reserve.give_back, *limit_waits.give_back)
+            for request in (*reserve.give_backs, *limit_waits.give_backs)
             if request.token not in returning
         }
         give_backs = (*external.give_backs, *more_give_backs.values())
-        return capped(demands, (limit_waits, reserve)), replace(external, give_backs=give_backs)
+        return cap_demands(demands, (limit_waits, reserve)), replace(external, give_backs=give_backs)
 
     def _is_put_off(self, turn: Turn, run: Run) -> bool:
         """True if it is too early to request nodes, because the last jobs failed."""
@@ -271,15 +271,15 @@ class Harvest:
         former_failures, run.failures_seen = run.failures_seen, failures
         if former_failures is None:
             former_failures = failures if duds.rounds else 0
-        is_worse = failures > max(former_failures, DUDS - 1) and not run.record.paused
+        is_worse = failures > max(former_failures, MAX_LAUNCH_FAILURES - 1) and not run.record.paused
         if not failures:
-            backoff.take_up(job_key)
+            backoff.resume(job_key)
             duds.rounds = 0
         elif is_worse and turn.now >= backoff.put_off_until(job_key):
             duds.rounds += 1
             turn.dirty.add(run.id)
             reason = f"{failures} jobs in a row failed to start training"
-            if duds.rounds > ROUNDS:
+            if duds.rounds > MAX_ROUNDS:
                 reason += f", with growing pauses between them; to try again: fallow resume {run.id}"
                 turn.pause_requests(run, f"{reason}; the last: {duds.last or run.root.message}")
             else:
@@ -300,10 +300,10 @@ class Harvest:
         if allocation is None:
             return False
         backoff_reason = self.knowledge.backoff.words(run.asker_of(allocation), allocation.partition, turn.now)
-        if allocation.queued and allocation.kind is AllocationKind.HARVEST and backoff_reason:
+        if allocation.is_queued and allocation.kind is AllocationKind.HARVEST and backoff_reason:
             turn.record(run, "withdraw", f"{token}, not submitted yet: {backoff_reason}")
             turn.cancel(run, allocation, backoff_reason)
-        if not send(allocation, turn.now):
+        if not begin_sbatch(allocation, turn.now):
             return False
         turn.dirty.add(run.id)
         return True
@@ -311,7 +311,7 @@ class Harvest:
     def note_submission(self, turn: Turn, run: Run, token: str, job_id: str) -> None:
         jobs.submitted(turn, run, token, job_id)
         if run.allocations[token].kind is AllocationKind.BASE:
-            self.knowledge.backoff.take_up(base_job(run.id))
+            self.knowledge.backoff.resume(base_job(run.id))
             self.note(turn)
 
     def note_refusal(self, turn: Turn, run: Run, token: str, reason: str) -> None:
@@ -334,13 +334,13 @@ class Harvest:
         turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
         usable_partitions: list[PartitionInfo] = []
         if self.cluster is not None:
-            usable_partitions = _usable(run, harvestable(self.cluster, self.rules(self.cluster.at, self._site)))
+            usable_partitions = _usable(run, harvestable_partitions(self.cluster, self.rules(self.cluster.at, self._site)))
         if _is_refused_everywhere(refusals, {p.partition for p in usable_partitions}) and not run.record.harvest_paused:
             turn.pause_requests(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
 
     def note_unknown_outcome(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """Note that sbatch gave no clear answer. The job may exist, so it is never submitted twice."""
-        sent(run.allocations[token], turn.now)
+        end_sbatch(run.allocations[token], turn.now)
         turn.record(run, "unknown", f"{token}: it is unknown whether Slurm has its job ({reason}); polls will show it")
 
     def note_trial(self, turn: Turn, run_id: str, partition: str, reason: str) -> None:
@@ -365,7 +365,7 @@ class Harvest:
         if self.stopped:
             return self.stopped
         rules = self.rules(self.cluster.at, self._site)
-        partitions = harvestable(self.cluster, rules)
+        partitions = harvestable_partitions(self.cluster, rules)
         if not partitions:
             reasons = [
                 f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused_partitions.items()
@@ -423,9 +423,9 @@ def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
 
 def _limit_after_failures(run: Run, run_demand: Demand) -> Demand:
     """After several failed jobs, limit the demand to one job at a time until its node trains."""
-    if run.failures < DUDS:
+    if run.failures < MAX_LAUNCH_FAILURES:
         return run_demand
-    on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
+    on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.requested_ahead)
     max_nodes = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
     return replace(run_demand, nodes=min(run_demand.nodes, max_nodes), renew=False)
 

@@ -65,16 +65,16 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
         for allocation in list(run.allocations.values()):
-            if allocation.live:
+            if allocation.is_live:
                 read_left_job_id(turn, run, allocation)
                 _update_allocation(turn, run, allocation, jobs.of(allocation), cluster.at)
-            elif allocation.settled:
+            elif allocation.is_settled:
                 _end_processes(turn, run, allocation)
         for allocation in list(run.allocations.values()):
             own_jobs = jobs.of(allocation)
             if follow(allocation, own_jobs, cluster.at, gpus):
                 turn.dirty.add(run.id)
-                if allocation.settled:
+                if allocation.is_settled:
                     turn.registry.close(run, allocation)
                     if cancelled.by_others(allocation, own_jobs, closed_nodes):
                         _handle_cancellation(turn, run, allocation, backoff)
@@ -82,12 +82,12 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
     turn.for_each(turn.registry.on_slurm, "jobs of a poll", observe_run)
 
 
-def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
+def _adopt_requeued(turn: Turn, run: Run, jobs: PolledJobs) -> None:
     """Revive the allocation of a base job that Slurm has requeued. `sweep` cancels the job of an ended run."""
-    bases = [a for a in run.bases if not a.settled]
+    bases = [a for a in run.bases if not a.is_settled]
     for allocation in bases:
-        has_other_base = any(a.live for a in bases if a is not allocation)
-        if run.ended or has_other_base or not requeued(allocation, jobs.of(allocation)):
+        has_other_base = any(a.is_live for a in bases if a is not allocation)
+        if run.ended or has_other_base or not was_requeued(allocation, jobs.of(allocation)):
             continue
         for host in list(allocation.hosts):
             note_agent_end(turn, run, allocation, host, "Slurm has requeued its job", by_slurm=True)
@@ -107,11 +107,11 @@ def _update_allocation(turn: Turn, run: Run, allocation: Allocation, jobs: Seque
     if change is not None:
         job = f" (job {allocation.job_id})" if allocation.job_id else ""
         turn.record(run, "job", f"{allocation.token}{job}: {change}")
-    grace_end = preempted_until(jobs)
+    grace_end = preemption_end(jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
         turn.release_allocation(run, allocation, "preempted")
-    if not allocation.live:
+    if not allocation.is_live:
         _handle_end(turn, run, allocation)
     elif (
         allocation.asked_at is not None
@@ -266,10 +266,10 @@ def sweep(turn: Turn, cluster: ClusterState, urgent_tokens: Collection[str] = ()
         cluster: the poll.
         urgent_tokens: tokens of allocations for whose nodes somebody waits.
     """
-    polled_jobs = Shown(cluster.jobs)
+    polled_jobs = PolledJobs(cluster.jobs)
     for run in turn.registry.on_slurm:
         for allocation in run.allocations.values():
-            if allocation.live or _ends_by_itself(turn, allocation, allocation.token in urgent_tokens):
+            if allocation.is_live or _ends_by_itself(turn, allocation, allocation.token in urgent_tokens):
                 continue
             orphans = (job for job in polled_jobs.of(allocation) if _is_orphan(job, cluster.at))
             for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in orphans):
@@ -307,17 +307,17 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             partition=allocation.partition,
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=str(paths.run(run.id).output(allocation.token)),
-            nice=0 if allocation.hurried else nice,
+            nice=0 if allocation.has_normal_priority else nice,
             # A job of normal priority uses the account and QOS of the user's own job.
-            qos="" if allocation.hurried else run.asker.qos,
-            account="" if allocation.hurried else run.asker.account,
+            qos="" if allocation.has_normal_priority else run.asker.qos,
+            account="" if allocation.has_normal_priority else run.asker.account,
             barred=[*run.avoided_nodes, *filter(None, [allocation.exclude])],
             part=allocation.part,
-            has_normal_priority=allocation.hurried,
+            has_normal_priority=allocation.has_normal_priority,
         )
         script = harvest_script(spec.script)
     else:
-        later = said_later(spec, run.avoided_nodes)
+        later = script_options(spec, run.avoided_nodes)
         options = base_options(
             spec.sbatch_options, token=allocation.token, exported=exported, barred=run.avoided_nodes, by_script=later
         )
@@ -360,7 +360,7 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
 
 def read_left_job_id(turn: Turn, run: Run, allocation: Allocation) -> None:
     """Read the id of a base job from the file that `fallow submit` leaves when it cannot reach a head."""
-    if allocation.kind is not AllocationKind.BASE or allocation.renewed or allocation.job_id is not None:
+    if allocation.kind is not AllocationKind.BASE or allocation.was_renewed or allocation.job_id is not None:
         return
     try:
         base_job = read_struct(turn.registry.paths.run(run.id).base_job(allocation.token), BaseJob)

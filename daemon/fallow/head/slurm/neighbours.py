@@ -61,13 +61,13 @@ class Neighbours:
             Others' demand for our nodes.
         """
         allocations = [a for run in turn.registry.on_slurm for a in run.allocations.values()]
-        live, lost_state = [a for a in allocations if a.live], AllocationState.LOST
+        live, lost_state = [a for a in allocations if a.is_live], AllocationState.LOST
         # The rest of a user's batch script may run on in a base job. Of lost base jobs, those that the head submitted
         # are cancelled when they appear (`jobs.sweep`).
         head_jobs = (
-            a for a in allocations if a.kind is AllocationKind.HARVEST or (a.state is lost_state and a.renewed)
+            a for a in allocations if a.kind is AllocationKind.HARVEST or (a.state is lost_state and a.was_renewed)
         )
-        ended_jobs = [a for a in head_jobs if not a.live]
+        ended_jobs = [a for a in head_jobs if not a.is_live]
         if cluster.at >= self._taken_at:
             self._alert = max(0, self._alert - 1)
         nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
@@ -106,7 +106,7 @@ class Neighbours:
 
     def _is_watchful(self, registry: Registry) -> bool:
         """True if we hold nodes that only we can give back, or somebody waits for the end of our job on such a node."""
-        live = (a for run in registry.current.values() for a in run.live_allocations() if a.harvested)
+        live = (a for run in registry.current.values() for a in run.live_allocations() if a.is_harvested)
         return self._has_waiting_job or any(map(self._is_ours_to_give, live))
 
     def _is_ours_to_give(self, allocation: Allocation) -> bool:
@@ -120,7 +120,7 @@ class Neighbours:
         harvest, permissions, former_reasons = self._config.harvest, self._config.site, self.refused_partitions
         # The check is not needed if the site allows harvesting where others' jobs cannot be seen.
         unseen = not permissions.harvest_unseen and self._visibility.look(cluster, site)
-        reasons = refusals(cluster, site, unseen=unseen, allow_unfair=permissions.harvest_unfair)
+        reasons = refusals(cluster, site, are_jobs_hidden=unseen, allow_unfair=permissions.harvest_unfair)
         if not harvest.allow_without_preemption:
             # Other partitions are not harvested anyway, so they need no message.
             small_partitions = {p.partition for p in cluster.partitions if p.preempts and too_small_for(p)}
@@ -157,7 +157,7 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
 
 def enforce_departure(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End an allocation that has not left in time: its workers first, then its job."""
-    if allocation.gone_by is None or turn.now < allocation.gone_by <= turn.now + CANCEL_AGAIN_S or not allocation.live:
+    if allocation.kill_at is None or turn.now < allocation.kill_at <= turn.now + CANCEL_AGAIN_S or not allocation.is_live:
         return
     # A clock may be set back, so this is at most the present time.
     allocation.wanted_at = min(allocation.wanted_at or 0.0, turn.now)

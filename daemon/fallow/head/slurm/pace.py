@@ -48,7 +48,7 @@ def keep_pace(
     speeds = run.gain.speeds
     live = [a for a in run.live_allocations() if a.asked_at is None]
     running_jobs = [a for a in live if a.state is AllocationState.RUNNING]
-    waiting_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.hurried]
+    waiting_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.has_normal_priority]
     base_jobs = [a for a in live if a.state is not AllocationState.RUNNING and a.kind is AllocationKind.BASE]
     training_nodes = sum(max(1, len(a.nodes)) for a in running_jobs)
     nodes_held = training_nodes + sum(a.nodes_wanted for a in [*waiting_jobs, *base_jobs])
@@ -125,10 +125,10 @@ def _partition(run: Run, cluster: ClusterState) -> str:
 
 def _give_back(turn: Turn, run: Run, schedule: Schedule, training: int) -> None:
     assert run.gain is not None
-    extra_jobs = [a for a in run.live_allocations() if a.hurried and a.asked_at is None]
+    extra_jobs = [a for a in run.live_allocations() if a.has_normal_priority and a.asked_at is None]
     for allocation in sorted(extra_jobs, key=lambda a: -a.requested_at):
         if allocation.state is AllocationState.RUNNING:
-            if not dispensable(schedule, run.gain.speeds, training, 1):
+            if not may_release(schedule, run.gain.speeds, training, 1):
                 break
             training -= 1
         turn.release_allocation(run, allocation, "the run is well ahead of the schedule of its deadline")

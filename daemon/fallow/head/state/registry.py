@@ -184,7 +184,7 @@ class Run:
 
     def asker_of(self, allocation: Allocation) -> Asker:
         """Account and QOS of a harvest job. A job of normal priority uses those of the user's own job."""
-        return Asker.of(self.spec) if allocation.hurried else self.asker
+        return Asker.of(self.spec) if allocation.has_normal_priority else self.asker
 
     def may_restart(self, allocation: Allocation, host: str) -> bool:
         """True if this agent's workers would be restarted after a crash.
@@ -193,7 +193,7 @@ class Run:
         node.
         """
         agent, node = allocation.agents[host], self.roster.nodes.get(allocation.agents[host].node)
-        if agent.gone or node is None or node.leaving or node.finished or self.spec.local:
+        if agent.has_left or node is None or node.leaving or node.finished or self.spec.local:
             return False
         is_running = allocation.state is AllocationState.RUNNING
         return is_running and not self.ended and not self.roster.finishing and host not in self.barred
@@ -361,7 +361,7 @@ class Registry:
         run = Run(stored, machine, revision, ordered(self.config))
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in stored.allocations.values():
-            if allocation.live or _may_have_agents(spec, allocation):
+            if allocation.is_live or _may_have_agents(spec, allocation):
                 self.principals[allocation.public_key] = allocation
         return run
 
@@ -443,7 +443,7 @@ class Registry:
         """
         number = run.record.next_allocation
         run.record.next_allocation += 1
-        token = new_token(run.id, kind, number, self._new_id()[:6], hurried=bool(fields.get("hurried")))
+        token = new_token(run.id, kind, number, self._new_id()[:6], normal_priority=bool(fields.get("hurried")))
         public_key = self.leave_keys(run, kind, token)
         # Not before the key file is written: a job needs the keys.
         allocation = run.allocations[token] = Allocation(
@@ -514,4 +514,4 @@ class Registry:
 
 def _may_have_agents(spec: RunSpec, allocation: Allocation) -> bool:
     """True while the job of an allocation that was given up may still have agents."""
-    return not spec.local and allocation.job_id is not None and not allocation.settled
+    return not spec.local and allocation.job_id is not None and not allocation.is_settled

@@ -41,7 +41,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "False once the user cancelled the base job; the head does not submit it again"
     refusals: dict[str, int] = {}
     "partition -> number of refusals since the last accepted submission; key '': the base job"
-    fruitless: Duds = msgspec.field(default_factory=Duds)
+    fruitless: LaunchFailures = msgspec.field(default_factory=LaunchFailures)
     "jobs that ended before an agent came"
     cancelled: Cancels = msgspec.field(default_factory=Cancels)
     "harvest jobs that somebody else cancelled"

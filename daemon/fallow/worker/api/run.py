@@ -206,7 +206,7 @@ class Run:
     @property
     def deadline(self) -> float | None:
         """Seconds until this node ends; None: unknown or never."""
-        return self._session.news.ends_in_s if self._session is not None else None
+        return self._session.head_status.ends_in_s if self._session is not None else None
 
     @property
     def is_main(self) -> IsMain:
@@ -217,7 +217,7 @@ class Run:
         return self._is_main
 
     def _is_main_now(self) -> bool:
-        if self._generations.released or self._loop.rehearsing:
+        if self._generations.is_released or self._loop.is_rehearsing:
             return False
         if self._session is None or self._place.has_joined:
             return self._member.group.rank == 0
@@ -226,7 +226,7 @@ class Run:
     @property
     def rehearsing(self) -> bool:
         """True in a new member's first update, on throw-away state. Skip outside effects that must happen once."""
-        return self._loop.rehearsing
+        return self._loop.is_rehearsing
 
     @property
     def seed(self) -> int:
@@ -241,7 +241,7 @@ class Run:
             return
         progress = self._session.progress
         logged = {clean(name, _LONGEST_NAME): float(value) for name, value in scalars.items()}
-        all_scalars = {**progress.told.scalars, **logged}
+        all_scalars = {**progress.figures.scalars, **logged}
         # Limited: every heartbeat carries the scalars, and a script may use a new name in each step.
         progress.tell(scalars=dict(list(all_scalars.items())[-_MOST_SCALARS:]))
 
@@ -266,7 +266,7 @@ class Run:
         step. A step that leaves the loop over `run.updates` by `break` writes none: use `max_steps` instead. While
         another checkpoint is being written, the request waits. Without a head nothing happens.
         """
-        if self._member.saver is not None and not self._loop.rehearsing:
+        if self._member.saver is not None and not self._loop.is_rehearsing:
             self._member.saver.is_requested = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -299,13 +299,13 @@ class Run:
                 raise self._place.stranger_error()
         except Released:
             return 0
-        except EndedAlone:
+        except ScriptEndedEarly:
             # The exit code shows whether the script ended on purpose.
             if session is not None:
                 session.say(deserted=True)
             return None
         self._member.ledger.flush(FINISH_PATIENCE_S)
-        if session is None or not self._place.joined:
+        if session is None or not self._place.has_joined:
             return None
         if self._member.saver is not None:
             self._member.saver.end()

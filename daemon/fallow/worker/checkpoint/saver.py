@@ -60,13 +60,13 @@ class Saver:
         """
         if self._is_busy:
             return -float(size)
-        is_asked = self.is_requested or self._session.news.checkpoints_asked > 0
+        is_asked = self.is_requested or self._session.head_status.checkpoints_asked > 0
         return float(is_asked or self._is_due() or self.leaves_alone)
 
     @property
     def leaves_alone(self) -> bool:
         """True if this node ends soon and the head is silent: this member must save a checkpoint and leave."""
-        return self._session.news.leaves_alone(_LEAVE_S + 2.0 * self._write_s)
+        return self._session.head_status.leaves_alone(_LEAVE_S + 2.0 * self._write_s)
 
     @property
     def _is_busy(self) -> bool:
@@ -75,10 +75,10 @@ class Saver:
     def _is_due(self) -> bool:
         if not self._every_s:
             return False
-        announced_at = self._session.news.checkpoint_due_at
+        announced_at = self._session.head_status.checkpoint_due_at
         due_at = self._began_at + self._every_s if announced_at is None else announced_at
         # If the head knows that the last checkpoint failed, `checkpoint_due_at` is the time of the retry.
-        is_held = self._session.orders.newest.unsaved != self._newest and self._clock() < self._held_until
+        is_held = self._session.orders.newest_order.unsaved != self._newest and self._clock() < self._held_until
         return self._clock() >= due_at and not is_held
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
@@ -98,7 +98,7 @@ class Saver:
             epoch: current epoch, for display only.
             requests: see `exchange.Outcome.checkpoints_asked`.
         """
-        self._session.news.note_checkpoint(requests)
+        self._session.head_status.note_checkpoint(requests)
         self.is_requested = False
         # Without news from the head: early enough to be complete at the end of the interval.
         self._held_until = self._clock() + self._every_s - min(self._write_s, self._every_s / 2)
@@ -134,7 +134,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the current write is complete, at most until shortly before the end of this node."""
-        remaining_s, progress = self._session.news.ends_in_s, self._session.progress
+        remaining_s, progress = self._session.head_status.ends_in_s, self._session.progress
         until = time.monotonic() + (PATIENCE_S if remaining_s is None else min(PATIENCE_S, remaining_s - _RESERVE_S))
         while self._writing is not None and self._is_busy:
             end = until - _INDEX_S if self._writing.is_reported and remaining_s is not None else until

@@ -63,7 +63,7 @@ class Watch:
         if first:
             summed = set(map(id, self._weights))
             self._unsummed = {name: p for name, p in named_parameters(self._prepared.modules) if id(p) not in summed}
-            for scaler in (part for thing in self._prepared.others for part in _parts(thing)):
+            for scaler in (part for thing in self._prepared.stateful_objects for part in _parts(thing)):
                 # A scaler that has scaled nothing refuses to step, and `continue` may skip all shards of a first step.
                 if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and self._weights:
                     scaler.scale(torch.zeros((), device=self._prepared.device))
@@ -153,7 +153,7 @@ class Watch:
         numbers = [*rates, *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
             # Differing metrics show in the rate only at its next reduction, and never if one member is left by then.
-            plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
+            plateaus = [thing for thing in self._prepared.stateful_objects if isinstance(thing, ReduceLROnPlateau)]
             numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return numbers
 
@@ -185,7 +185,7 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
     def check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is candidate for candidate in prepared.optimizers):
             scaler = _calling_scaler()
-            prepared_parts = (part for thing in prepared.others for part in _parts(thing))
+            prepared_parts = (part for thing in prepared.stateful_objects for part in _parts(thing))
             if scaler is not None and not any(scaler is part for part in prepared_parts):
                 raise FallowError(
                     "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "

@@ -155,7 +155,7 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
 
 def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy a device's tensors to one block of pageable host memory. Waits for the device."""
-    copies = room([spec_of(tensor) for tensor in tensors])
+    copies = allocate([spec_of(tensor) for tensor in tensors])
     memory, targets = [as_bytes(tensor) for tensor in tensors], [as_bytes(copy) for copy in copies]
     with contextlib.closing(to_host(memory, 0, 1)) as chunks:
         for (buffer,), parts in zip(chunks, cut(targets, 0, 1), strict=True):

@@ -50,7 +50,7 @@ def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
     """
     saved, live = state.encode(tree, "state"), _encode(prepared)
     # Tensors of modules come first: `load_state` copies them into the live tensors.
-    return load_state(prepared, state.placed(saved, live, len(prepared.weights())))
+    return load_state(prepared, state.decode_onto(saved, live, len(prepared.weights())))
 
 
 class Snapshot:

@@ -99,7 +99,7 @@ class Generations:
             self._report_break()
         group.node.leave()
         if group.broken is not None and group.generation and member.saver is not None:
-            member.saver.lost()
+            member.saver.note_member_loss()
         self.next_generation = 0
         try:
             upcoming = session.await_commit(self._wait, lambda planned: is_asking and self._answers(planned))
@@ -284,7 +284,7 @@ class Generations:
         """
         member, session = self._member, self._member.session
         assert session is not None
-        member.ledger.flush(LEAVING_S)
+        member.ledger.flush(LEAVE_PATIENCE_S)
         session.leave(member.group.generation, first_without or member.group.generation)
         self.is_released = True
         raise Released

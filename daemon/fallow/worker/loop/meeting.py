@@ -236,8 +236,8 @@ class Meeting:
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
-            begun=bool(holders),
-            whole=state_status.whole or not holders or bool(healed) or bool(ranks.stale),
+            has_begun=bool(holders),
+            weights_in_pause=state_status.whole or not holders or bool(healed) or bool(ranks.stale),
             modes=[kind for kind in KINDS if len({getattr(openings[rank], kind) for rank in donors}) == 1],
         )
         if not holders and group.rank == donors[0]:

@@ -34,7 +34,7 @@ class Member:
         self.place = Place(in_sync=session is None)
         self.division = Division((0.0,) * self.group.size)
         "division of a step's shards among the members, the same on all of them"
-        self.state_status = Standing()
+        self.state_status = StateStatus()
         self.source: Source | None = None
         "data of the current run.updates call"
         self.saver = Saver(session) if session is not None else None
@@ -97,12 +97,12 @@ class Member:
             self.source.replan(next_key, lambda shards: [duty.shard for duty in self.duties(shards)])
             self.progress.tell(shards=self.division.shares(self.source.shards)[self.group.rank])
 
-    def reached(self) -> Reached:
+    def reached(self) -> DataPosition:
         """Place of the members in the data. A newcomer knows only what the head last said."""
         at = self.place.position
         if self.place.has_joined or self.session is None:
-            return Reached(at.data_epoch, at.index)
-        return Reached(*self.session.head_status.last_reply.reached)
+            return DataPosition(at.data_epoch, at.index)
+        return DataPosition(*self.session.head_status.last_reply.reached)
 
     def follow(self) -> bool:
         """As long as this worker is a newcomer: skip the samples that the members have read, see `Source.follow`."""

@@ -213,11 +213,11 @@ class Shards(InnerLoop):
         """Return the shard's batch. If the step has phases, each phase gets a copy of its own."""
         batches = self._update.batches
         if key.shard in batches:
-            return copied(batches[key.shard])
+            return copy_batch(batches[key.shard])
         batch = self._source.fetch(key)
         self._member.pace.note_load(self._source.load_s, self._source.processes)
         if self.phase:
-            batches[key.shard] = copied(batch)
+            batches[key.shard] = copy_batch(batch)
         return batch
 
     def _record(self, shard: int) -> None:
@@ -283,7 +283,7 @@ class Shards(InnerLoop):
             samples=attempt.samples,
             crc=attempt.crc,
             switch=member.session.orders.switch_offered if member.session is not None else 0,
-            checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
+            checkpoint=member.saver.vote(member.group.size) if member.saver is not None else 0.0,
             checkpoints_asked=member.session.head_status.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
             weight_checksum=self._loop.watch.weight_checksum(attempt.weight_sample),

@@ -147,7 +147,7 @@ class Update:
         member.last_step_end = time.monotonic()
         member.recorded_step = -1
         member.pace.end_step()
-        member.ledger.add(Done(generation=member.group.generation, step=at.step))
+        member.ledger.add(CommandResult(generation=member.group.generation, step=at.step))
         loss = self.figures.get("loss", at.loss)
         if member.group.rank == 0 and math.isnan(loss or 0.0) and not math.isnan(at.loss or 0.0):
             sys.stderr.write(_NO_NUMBER.format(step=at.step) + _ROLL_BACK * (member.session is not None))
@@ -172,7 +172,7 @@ class Update:
             return
         if outcome.checkpoint and member.saver is not None:
             requests = outcome.checkpoints_asked
-            member.saver.save(group, member.prepared, member.plain_values(), at.step, at.loop_epoch, asked=requests)
+            member.saver.save(group, member.prepared, member.plain_values(), at.step, at.loop_epoch, requests=requests)
             if member.saver.leaves_alone:
                 member.saver.finish()
                 generations.depart()

@@ -98,7 +98,7 @@ class Orders:
         """Newest generation whose group stands."""
         return (
             self.upcoming.generation
-            if self.upcoming is not None and self.upcoming.standing
+            if self.upcoming is not None and self.upcoming.is_ready
             else self.current_generation
         )
 

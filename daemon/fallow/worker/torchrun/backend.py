@@ -122,20 +122,20 @@ class Handler(RendezvousHandler):
             shards = self._shards
             contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
             session.announce(contract)
-        elif not session.orders.superseded:
+        elif not session.orders.is_superseded:
             self._restart_generation("its script has failed")
         while True:
             upcoming = self._upcoming = self._await_generation()
             info = self._meet(upcoming)
             if info is not None:
                 return info
-            if not session.orders.superseded:
+            if not session.orders.is_superseded:
                 self._restart_generation(f"the members did not meet within {MEET_S:g} s")
 
     def _restart_generation(self, reason: str) -> None:
         """Ask the head for another generation with unchanged members."""
         assert self._upcoming is not None
-        if self._attempts.spent(time.monotonic()):
+        if self._attempts.is_exhausted(time.monotonic()):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
             self.session.say(fault=Fault(code=1, message=text, signature=reason))
             self._leave(1, text)
@@ -154,7 +154,7 @@ class Handler(RendezvousHandler):
         if upcoming.ranks is None:
             session.leave(self._upcoming.generation if self._upcoming is not None else 0, upcoming.generation)
             self._leave(0, "")
-        self._attempts.began([*map(member_name, upcoming.ranks.nodes)], time.monotonic())
+        self._attempts.begin([*map(member_name, upcoming.ranks.nodes)], time.monotonic())
         return upcoming
 
     def _leave(self, code: int, reason: str) -> NoReturn:
@@ -198,7 +198,7 @@ class Handler(RendezvousHandler):
         end = time.monotonic() + MEET_S
         try:
             gathers.give(_MEETING, own)
-            while not self.session.orders.superseded and time.monotonic() < end:
+            while not self.session.orders.is_superseded and time.monotonic() < end:
                 addresses = gathers.parts(_MEETING, _LOOK_S)
                 if addresses is not None:
                     return addresses
@@ -219,7 +219,7 @@ class Handler(RendezvousHandler):
             DistStoreError: the generation is over.
         """
         session = self.session
-        if self._upcoming is generation and not session.orders.superseded:
+        if self._upcoming is generation and not session.orders.is_superseded:
             return
         if self._script_has_ended and session.orders.switch_offered:
             following = self._await_generation().gathers

@@ -214,7 +214,7 @@ TestNeverAboveTheBudget.settings = settings(max_examples=200, stateful_step_coun
 def test_a_released_allocation_gives_back_what_it_did_not_use() -> None:
     mine = harvest(minutes=60, state=AllocationState.ENDED, job_id="7", spans={"7": span(NOW)})
     assert budget.booked_node_s(mine, NOW + 60.0) == 3600.0, "Slurm has not shown its end yet"
-    mine.spans["7"].end_at, mine.settled = NOW + 90.0, True
+    mine.spans["7"].end_at, mine.is_settled = NOW + 90.0, True
     assert budget.booked_node_s(mine, NOW + 10_000.0) == 90.0
     mine.end_guessed = True
     assert budget.booked_node_s(mine, NOW + 10_000.0) == 3600.0
@@ -224,7 +224,7 @@ def test_the_first_base_job_is_free_and_a_renewed_one_is_not() -> None:
     known = {"job_id": "1", "nodes_wanted": 2, "limit_s": 600.0, "spans": {"1": span(NOW, nodes=2)}}
     base = allocation("t", kind=AllocationKind.BASE, **known)
     assert budget.booked_node_s(base, NOW + 60) == 0.0
-    base.renewed = True
+    base.was_renewed = True
     assert budget.booked_node_s(base, NOW + 60) == 1200.0
     base.limit_s = None
     assert budget.remaining_node_s(3600.0, 0.0, [base], NOW) < 0, "a job without end leaves room for nothing"
@@ -287,5 +287,5 @@ def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
 
 def test_a_job_that_was_over_before_a_poll_saw_it_counts_in_full() -> None:
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0)
-    assert follow(mine, [], NOW + 30, {}) and follow(mine, [], NOW + 60, {}) and mine.settled
+    assert follow(mine, [], NOW + 30, {}) and follow(mine, [], NOW + 60, {}) and mine.is_settled
     assert budget.booked_node_s(mine, NOW + 100_000) == 600.0

@@ -106,7 +106,7 @@ def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) 
     gate.set()
     member.saver.finish()
     assert member.saver.vote(4) == 1.0, "the wish that was made meanwhile is not forgotten"
-    member.save(2, requests=member.session.news.checkpoints_asked)
+    member.save(2, requests=member.session.head_status.checkpoints_asked)
     assert member.saver.vote(4) <= 0.0
     member.saver.finish()
     assert [one.by_hand for one in member.session.written] == [False, True]
