@@ -155,7 +155,7 @@ def test_a_page_names_all_that_a_script_can_ask_of_a_run(module: str, name: str,
     assert [each for each in names if not re.search(rf"\b{word}\.{each}\b", code)] == []
 
 
-_OF_THE_ENGINE = ("begun", "close", "depends_on_step")
+_OF_THE_ENGINE = ("has_begun", "close", "depends_on_step")
 """Methods of an update that are not for scripts."""
 
 

@@ -25,7 +25,7 @@ _UNLIKE = "unlike"
 
 
 class Modes:
-    """Of all prepared modules."""
+    """Frozen parameters and resting modules among all prepared modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules

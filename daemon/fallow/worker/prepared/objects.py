@@ -39,16 +39,16 @@ class Prepared:
         self.stateful_objects: list[Any] = []
         "schedulers, scalers, averages, and whatever has state_dict and load_state_dict"
         self.dicts: list[dict[Any, Any]] = []
-        "of plain values and tensors"
+        "dicts of plain values and tensors"
         self.generators: list[Any] = []
-        "of random numbers; no part of the state, for each shard and each step seeds them"
+        "random generators; not part of the state, because each shard and each step seeds them"
         self.arithmetic = Arithmetic()
         "how the run's gradients are added up"
         self.modes = Modes(self.modules)
         self._buffer_places: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
         "dicts and keys under which buffers are found: a forward may put another tensor in a buffer's place"
         self._trainable: set[torch.Tensor] = set()
-        "what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
+        "parameters that were trainable when prepared; one that is frozen later keeps its place in all sums"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).

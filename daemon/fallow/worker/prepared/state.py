@@ -62,15 +62,15 @@ class Encoded:
     tree: bytes = b""
     "MessagePack, tensors as numbers"
     tensors: list[torch.Tensor] = field(default_factory=list)
-    "the live ones, each once"
+    "live tensors, each once"
     paths: list[Path] = field(default_factory=list)
-    "of the tensors"
+    "paths of the tensors"
     aliases: list[tuple[int, Path]] = field(default_factory=list)
     "further places of tensors, with the tensors' numbers"
     plain: list[tuple[Path, Any]] = field(default_factory=list)
     "the largest parts of the state in which there is no tensor"
     _numbers: dict[int, int] = field(default_factory=dict)
-    "of the tensors, by their ids"
+    "id of a tensor -> its number"
 
     def number(self, tensor: torch.Tensor, path: Path) -> int:
         """List a tensor, unless it is listed already, and return its number."""

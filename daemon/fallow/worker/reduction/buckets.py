@@ -35,11 +35,11 @@ SMALL = 1 << 14
 """Gradients of fewer elements are worked on together, since calls would cost more than the work."""
 
 PATIENCE = 16
-"""Sums in which something may be missing before nobody waits for it any more."""
+"""Number of sums without gradients after which members stop waiting for a bucket."""
 
 _LONG_PATIENCE = 64 * PATIENCE
-"""The same for a bucket that nobody waited for and that came back, which makes all do the sum again: a head of a model
-with many tasks, for example."""
+"""Patience for a bucket that came back after members had stopped waiting, so that they had to repeat the sum. An
+example is one head of a model with many tasks."""
 
 _AT_WORK = "_active_ddp_module"
 
@@ -63,16 +63,16 @@ class Bucket:
     batched: int
     "elements at the front whose gradients are added together; the other parameters are added one by one"
     has_left: bool = False
-    "its sum was launched, or nobody is expected to have use for it"
+    "its sum was launched, or no member is expected to have gradients for it"
     waiting: Arrived = field(default_factory=list)
-    "gradients that are not added yet"
+    "gradients that wait to be added"
     waiting_bytes: int = 0
     count: int = 0
-    "gradients of this body"
+    "number of gradients in this body"
     expected: int = 0
 
     def take_waiting(self) -> Arrived:
-        """The gradients that wait, which do so no more."""
+        """Remove and return the waiting gradients."""
         waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
         return waiting
 
@@ -100,7 +100,7 @@ class Sum:
         self._users = _users(self.flat)
 
     def clear(self) -> None:
-        """Begin at nothing: batched places become zero, the others are overwritten by what is added first."""
+        """Start from zero: batched places become zero, the other places are overwritten by the first addition."""
         self.flat[: self._bucket.batched].zero_()
         self.filled = [False] * len(self.views)
 
@@ -204,7 +204,7 @@ def graphs_cut_at_buckets() -> Iterator[None]:
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
-    """One member's part, or what all parts together say."""
+    """What one member reports of its sums, or all reports merged."""
 
     is_void: bool
     "a gradient came when its bucket had left: all make the sum again"

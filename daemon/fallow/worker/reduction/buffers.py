@@ -37,9 +37,9 @@ class StepBuffers:
     def __init__(self, live: Callable[[], list[torch.Tensor]]) -> None:
         self.live = live
         self._step_copies: _BufferCopies | None = None
-        "the step's own; None: there are no buffers, or no step has begun"
+        "buffers at the beginning of the step; None: there are no buffers, or no step has begun"
         self._shard_0_copies: _BufferCopies | None = None
-        "shard 0's, on all members after `share`"
+        "buffers after shard 0, on all members after `share`"
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -63,18 +63,18 @@ class StepBuffers:
             _copy(self._shard_0_copies.views, self.live())
 
     def share(self, group: Group) -> None:
-        """Launch that all members get shard 0's, which rank `ROOT` has kept."""
+        """Launch the broadcast of shard 0's buffers, which rank `ROOT` has kept."""
         if self._shard_0_copies is not None:
             group.copy(self._shard_0_copies.bytes, ROOT)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """All members have shard 0's: they become the modules' own."""
+        """Put shard 0's buffers into the modules. Call when all members have them."""
         if self._shard_0_copies is not None:
             _copy(self.live(), self._shard_0_copies.views)
 
     def renew(self) -> None:
-        """The group was abandoned: a late peer may still write into what was to arrive."""
+        """Use new memory, because a late peer of the abandoned group may still write into the old one."""
         if self._shard_0_copies is not None:
             self._shard_0_copies = _BufferCopies(self.live())
 

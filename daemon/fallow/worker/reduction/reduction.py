@@ -47,7 +47,7 @@ _CAPTURED = (
 
 @dataclass(slots=True)
 class _Body:
-    """A shard that the script is at."""
+    """The shard on which the script works."""
 
     weight: float
     "its part of the step's samples"
@@ -109,16 +109,16 @@ class Reduction:
         self._leave_at_end = False
         "no bucket leaves before the end of this sum"
         self._is_void = False
-        "a gradient came too late, here in this attempt"
+        "in this attempt a gradient came after its bucket had left, on this member"
         self._returning: set[int] = set()
-        "buckets that got gradients in void attempts at this sum, on any member; empty: there was none"
+        "buckets that received gradients in void attempts at this sum, on any member; empty: no void attempt"
         self.repeated_sums = 0
-        "finished sums that were made again for that reason"
+        "number of finished sums that had a void attempt"
         self._mistake: Exception | None = None
-        "raised in a hook"
+        "exception that was raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
         self.sums_of = 0
-        "generation + 1 in which this member got the sums of this attempt, which are untouched; 0: it has not got them"
+        "1 + generation in which this member received the sums of this attempt; 0: it lacks them"
         self.has_no_gradients = False
         "no member made a backward in the last sum"
         self.after_backward: Callable[[], None] = lambda: None
@@ -175,7 +175,7 @@ class Reduction:
         self.arithmetic.begin_body()
 
     def end_body(self) -> None:
-        """The script is done with the shard.
+        """End the shard.
 
         Raises:
             FallowError: a backward raised and the body went on, or something went wrong in a hook.
@@ -257,21 +257,21 @@ class Reduction:
         return True
 
     def drop(self) -> None:
-        """This attempt is void."""
+        """Discard this attempt."""
         self._takes_gradients, self.sums_of, self._body = False, 0, None
         self._clear()
 
     def forget(self) -> None:
-        """The group changed: this attempt is void, and what was learned of this sum in others does not count."""
+        """Discard this attempt and what void attempts have shown, because the group has changed."""
         self.drop()
         self._returning = set()
 
     def accept_gradients(self) -> None:
-        """The gradients that there are now count as handed out: an optimizer's step has made them."""
+        """Count the present gradients as handed out, because an optimizer's step has made them."""
         self._handed_gradients = [parameter.grad for parameter in self._params]
 
     def has_stray_gradients(self) -> bool:
-        """Return True if the script made gradients outside of inner loops, and of an optimizer's step."""
+        """Return True if the script made gradients outside of inner loops and optimizer steps."""
         now = map(attrgetter("grad"), self._params)
         pairs = zip(now, self._handed_gradients, strict=True)
         return any(grad is not None and grad is not handed for grad, handed in pairs)

@@ -1,5 +1,5 @@
 """The conversation with the head, through the node's agent.
 
-`session` ties the parts together. `orders` obeys the newest order, `news` is what the head says of the run, `status`
-what this worker says of itself.
+`session` ties the parts together. `orders` obeys the newest order, `head_status` holds what the head last
+said of the run, and `status` holds what this worker reports of itself.
 """

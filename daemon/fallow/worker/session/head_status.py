@@ -1,19 +1,19 @@
-"""What the head says of the run, and for how long it has been silent."""
+"""What the head last said of the run, and for how long the head has been silent."""
 
 import time
 
 from fallow.core.protocol import News
 
 HEAD_SILENT_S = 5.0
-"""A head that has said nothing for so long will not release this worker in time."""
+"""After this silence the worker does not expect the head to release it in time."""
 
 
 class HeadStatus:
     """Set by the channel's thread, and read by the others: single assignments only.
 
     Attributes:
-        last_reply: as the head sent it.
-        is_known: it has said something.
+        last_reply: the newest reply of the head.
+        is_known: the head has sent a first reply.
         checkpoint_due_at: when the next periodic one is due, on the monotonic clock; None: the head has not said.
     """
 
@@ -25,15 +25,15 @@ class HeadStatus:
         self._ends_at: float | None = None
         self._warned = False
         self._checkpoints_made = 0
-        "of those that somebody has asked for by hand"
+        "number of requests by hand for which a checkpoint was made"
 
     def take(self, reply: News) -> None:
-        """Take what the head says; a head that was replaced does not count."""
+        """Take a reply of the head. A reply of a replaced head (older term) is ignored."""
         if self.is_known and reply.term < self.last_reply.term:
             return
         if not self.is_known:
-            self._checkpoints_made = reply.checkpoints_asked  # those before are the members' affair
-        # A store that was lost may have lost the count, too.
+            self._checkpoints_made = reply.checkpoints_asked  # earlier requests concern the members before this worker
+        # A head that lost its store may have lost the count, too.
         self._checkpoints_made = min(self._checkpoints_made, reply.checkpoints_asked)
         now = time.monotonic()
         if reply.ends_in_s is not None:
@@ -43,7 +43,7 @@ class HeadStatus:
         self.last_reply, self.is_known = reply, True
 
     def note_silence(self, silent_s: float) -> None:
-        """The agent says for how long it has heard nothing from the head."""
+        """Note for how long the agent has heard nothing from the head."""
         self._heard_at = time.monotonic() - silent_s
 
     @property
@@ -55,18 +55,18 @@ class HeadStatus:
 
     @property
     def ends_in_s(self) -> float | None:
-        """Seconds until this node goes away, as the head last said; None: not known."""
+        """Seconds until this node's job ends, as the head last said; None: not known."""
         return None if self._ends_at is None else self._ends_at - time.monotonic()
 
     def warn(self) -> None:
-        """Slurm says that this node goes away. Safe in a signal's handler."""
+        """Note Slurm's warning that this node's job ends. Safe in a signal handler."""
         self._warned = True
 
     def leaves_alone(self, margin_s: float) -> bool:
-        """True if this node goes away and no head is there to release this worker.
+        """True if this node's job ends soon and the head is silent, so that this worker must leave without an order.
 
         Args:
-            margin_s: without a warning by Slurm the worker leaves so long before the end that the head last told.
+            margin_s: without a warning of Slurm, the worker leaves this long before the end that the head last gave.
         """
         if self.silent_s < HEAD_SILENT_S:
             return False
@@ -77,10 +77,10 @@ class HeadStatus:
 
     @property
     def checkpoints_asked(self) -> int:
-        """How many somebody has asked for, as far as this worker has heard, if one of them was not made; else 0."""
+        """Number of requests by hand, as far as this worker knows; 0: a checkpoint was made for all of them."""
         requests = self.last_reply.checkpoints_asked
         return requests if requests > self._checkpoints_made else 0
 
     def note_checkpoint(self, requests: int) -> None:
-        """The members have begun one, for as many requests as one of them had heard of."""
+        """Note that the members have begun a checkpoint that serves this number of requests."""
         self._checkpoints_made = max(self._checkpoints_made, requests)

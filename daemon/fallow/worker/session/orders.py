@@ -1,7 +1,7 @@
 """Obeying the newest order: which group to build, to drop, to give up, and when to go over. No I/O, no clock.
 
-An order states how things have to be, so whatever was said before it counts no more: obeying it twice does nothing.
-The exceptions are the reasons for which a wait for the next generation is over for good.
+An order states the desired condition, so it replaces all earlier orders, and obeying it twice does nothing.
+The exceptions here end a wait for the next generation for good.
 """
 
 from typing import NamedTuple
@@ -13,38 +13,38 @@ from fallow.worker.transport.build import RankMap, Upcoming
 
 
 class Moves(NamedTuple):
-    """What has to be done to obey."""
+    """What the session must do to obey an order."""
 
     build: Upcoming | None = None
     drop: Upcoming | None = None
     interrupt: int = 0
-    "end whatever goes on in this generation and older ones"
+    "end all exchanges of this generation and of older ones; 0: none"
 
 
 class Orders:
-    """What one worker has been ordered, and how far it has come with that.
+    """The orders to one worker, and how far the worker has obeyed them.
 
     Args:
-        node: number of its node.
-        slot: its place among the workers of its node.
+        node: number of the worker's node.
+        slot: index of the worker on its node.
     """
 
     def __init__(self, node: int, slot: int) -> None:
         self._node, self._slot = node, slot
         self.newest_order = Order(node=node, term=0, edition=0)
         self.upcoming: Upcoming | None = None
-        "the generation to go over to; None: there is none"
+        "the next generation; None: none is planned"
         self.current_generation = 0
-        "the generation that the worker has gone over to last"
+        "the generation that the worker has entered last"
         self.given_up_generation = 0
-        "the worker finishes no step in this generation or an older one any more"
+        "the worker finishes no further step in this generation or an older one"
         self._highest = 0
-        "of all planned ones"
+        "highest number of a planned generation"
         self._lists: dict[int, tuple[Peer, ...]] = {}
-        "generation -> its nodes in order; of the committed one and the planned one"
+        "generation -> its nodes in order, for the committed and the planned generation"
 
     def obey(self, order: Order) -> Moves:
-        """Take a newer order; one that is not newer changes nothing."""
+        """Take a newer order. An order that is not newer changes nothing."""
         if (order.term, order.edition) <= (self.newest_order.term, self.newest_order.edition):
             return Moves()
         self.newest_order, plan = order, order.plan
@@ -59,7 +59,7 @@ class Orders:
             self._highest = plan.generation
             build = self.upcoming = self._planned(plan)
         elif previous is not None and (plan is None or plan.generation != previous.generation):
-            # A plan that is over by now says nothing of one that is committed.
+            # Without a plan, the committed generation stays the next one.
             self.upcoming = previous if plan is None and order.committed == previous.generation else None
         if self.upcoming is not None:
             self.upcoming.is_committed = order.committed == self.upcoming.generation
@@ -89,13 +89,13 @@ class Orders:
 
     @property
     def switch_offered(self) -> int:
-        """Number of the next generation once it is committed and its group stands here; 0: there is none."""
+        """Number of the next generation once it is committed and its group is built here; else 0."""
         upcoming = self.upcoming
         return upcoming.generation if upcoming and upcoming.is_committed and upcoming.is_ready else 0
 
     @property
     def prepared_generation(self) -> int:
-        """Newest generation whose group stands."""
+        """Newest generation whose group is built."""
         return (
             self.upcoming.generation
             if self.upcoming is not None and self.upcoming.is_ready
@@ -104,7 +104,7 @@ class Orders:
 
     @property
     def is_superseded(self) -> bool:
-        """The generation that was taken is over: a newer one is committed, or it was given up, or this worker ends."""
+        """The current generation is over: a newer one is committed, it was given up, or this worker must end."""
         return (
             self.switch_offered > 0
             or self.given_up_generation >= self.current_generation
@@ -112,11 +112,11 @@ class Orders:
         )
 
     def give_up(self, generation: int) -> None:
-        """The worker finishes no step of this generation any more, by itself."""
+        """Note that the worker itself finishes no further step of this generation."""
         self.given_up_generation = max(self.given_up_generation, generation)
 
     def take(self) -> Upcoming:
-        """Go over to the generation that is offered."""
+        """Enter the generation that is offered."""
         upcoming, self.upcoming = self.upcoming, None
         assert upcoming is not None
         self.current_generation = upcoming.generation
@@ -137,7 +137,7 @@ class Dismissed(Exception):
 
 
 class Answered(Exception):
-    """What this worker waits for was complete on a member that is gone."""
+    """The joint call in which this worker waits was complete on a member that has failed."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__("complete on a member that is gone")
@@ -146,7 +146,7 @@ class Answered(Exception):
 
 
 class OthersEnded(FallowError):
-    """The others' scripts have ended, and this one waits for them: for the last time, or wrongly."""
+    """The other members' scripts have ended while this worker waits for them."""
 
     def __init__(self, finish: Finish) -> None:
         super().__init__(
@@ -159,7 +159,7 @@ class OthersEnded(FallowError):
 
 
 def exit_code(code: int) -> Exit:
-    """The documented exit code of that number, or that of a mistake in the software."""
+    """Return the documented exit code of that number, or `Exit.SOFTWARE`."""
     try:
         return Exit(code)
     except ValueError:

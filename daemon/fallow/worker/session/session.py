@@ -31,11 +31,11 @@ _LONGEST_REASON = 1000
 """Characters."""
 
 _LAST_WORDS_S = 5.0
-"""The agent gets what was said last within this, or it is stopped."""
+"""Seconds that the last status may take to reach the agent."""
 
 _LOST_S, _LATE_S = 0.3, 5.0
-"""Others' scripts have ended: for so long a worker waits for a new generation, and for them, before it ends, too. What
-is on its way already takes less."""
+"""After the other members' scripts have ended: seconds that a worker still waits for a new generation, and for the
+other members, before it ends, too."""
 
 
 Connect = Callable[[Callable[[ToWorker], None], Callable[[str], None]], AgentChannel]
@@ -46,7 +46,7 @@ class Session:
 
     Args:
         connect: makes the channel to the agent, given what to call for each message, and when no more will come.
-        grouped: its generations have a process group of ours; False: they are votes and commits alone.
+        grouped: generations have a Fallow process group; False: only votes and commits.
     """
 
     def __init__(self, connect: Connect, *, grouped: bool = True) -> None:
@@ -57,15 +57,15 @@ class Session:
         "guards orders and groups, and is notified of whatever comes from the head"
         self._start: Start | None = None
         self._failure: FallowError | None = None
-        "why this worker cannot even begin"
+        "why this worker cannot take part"
         self._statement = Statement()
         self._closed = threading.Event()
         self._channel = connect(self._on_message, self._on_end)
-        # Of nobody, until the first message says who this worker is.
+        # Placeholders until the first message says who this worker is.
         self.orders = Orders(0, 0)
         self.groups = Groups("", None)
         self._current: Upcoming | None = None
-        "the generation that this worker has gone over to last"
+        "the generation that this worker has entered last"
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -87,7 +87,7 @@ class Session:
         threading.Thread(target=self._beats, name="fallow-beats", daemon=True).start()
 
     def close(self) -> None:
-        """Say what was not said yet, and nothing more."""
+        """Send what was not sent yet, and close the channel."""
         with self._changed:
             self._closed.set()
             self._close_gathers()
@@ -101,24 +101,24 @@ class Session:
 
     @property
     def worker(self) -> str:
-        """Its name."""
+        """Name of this worker."""
         return self.start.worker
 
     @property
     def setup(self) -> Setup:
-        """What does not change as long as the run lives."""
+        """Settings that do not change during the run."""
         return self.start.setup
 
     # -------------------------------------------------------------------------------------------- what is said
 
     def say(self, **facts: Any) -> None:
-        """From now on these fields of `Status` are so; said at once. Thread-safe."""
+        """Set fields of `Status` and send them at once. Thread-safe."""
         with self._changed:
             self._statement.say(**facts)
             self._speak()
 
     def note(self, **facts: Any) -> None:
-        """The same, but said with the next beat: it changes often. For the training thread."""
+        """Set fields of `Status` and send them with the next beat. For facts that change often."""
         with self._changed:
             self._statement.say(**facts)
 
@@ -136,11 +136,11 @@ class Session:
         self.say(ready=contract)
 
     def hold(self, generation: int, reason: str) -> None:
-        """The group of `generation` is broken, and this worker has stopped.
+        """Report that the group of `generation` is broken and that this worker has stopped.
 
         Args:
-            generation: the one at work.
-            reason: why it broke; of no interest if the head has given the generation up.
+            generation: the current generation.
+            reason: why the group broke; not reported if the head has given the generation up.
         """
         with self._changed:
             if generation > self.orders.given_up_generation:
@@ -149,11 +149,11 @@ class Session:
             self._speak()
 
     def leave(self, last: int, first_without: int) -> None:
-        """This worker has passed the boundary behind which it is no member.
+        """Report that this worker has passed the boundary after which it is no member.
 
         Args:
-            last: the last generation with it.
-            first_without: the first one without it; `last` if nobody has ordered it to leave.
+            last: the last generation with this worker.
+            first_without: the first generation without this worker; `last` if nobody has ordered it to leave.
         """
         with self._changed:
             self.orders.give_up(last)
@@ -161,7 +161,7 @@ class Session:
             self._speak()
 
     def _speak(self) -> None:
-        # Made and sent in one piece: a status that was made before another one must not be sent behind it.
+        # Made and sent under one lock: an older status must not be sent after a newer one.
         self._channel.send(self._statement.status(self.orders, self.progress, self.groups))
 
     def _beats(self) -> None:
@@ -229,7 +229,7 @@ class Session:
         self._speak()
 
     def _gathers(self) -> list[AgentGathers]:
-        """Of the generation that comes next, and of the one at work."""
+        """Gathers of the next generation and of the current one."""
         generations = self.orders.upcoming, self._current
         return [one.gathers for one in generations if one is not None and one.gathers is not None]
 
@@ -253,12 +253,12 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """As long as this worker is in no generation: it is the main one, as the head last said."""
+        """True if this worker is the main member, as the head last said. For workers in no generation."""
         return self.orders.newest_order.is_main and self.start.slot == 0
 
     @property
     def computed(self) -> int:
-        """The generation in which this worker has computed last, with the whole state; 0: in none."""
+        """Last generation in which this worker has computed with the complete state; 0: none."""
         return self._statement.facts.generation
 
     # ---------------------------------------------------------------------------------------- the next generation
@@ -269,11 +269,11 @@ class Session:
         """Wait until a newer generation is committed and its group stands, then make it the current one.
 
         Args:
-            meanwhile: called again and again, at once where it returns True.
-            answers: True if a plan tells what this worker waits for.
+            meanwhile: called repeatedly, at once after it has returned True.
+            answers: returns True if a plan has the answer for which this worker waits.
 
         Raises:
-            Answered: it does; the generation is left for the next call.
+            Answered: a plan has the answer; the generation stays for the next call.
             Dismissed: the head has told this worker to end.
             FallowError: the head was silent for its whole patience, or others' scripts have ended.
         """
@@ -326,7 +326,7 @@ class Session:
             raise OthersEnded(order.finish)
 
     def _waits_in_vain(self) -> bool:
-        """Others' scripts have ended, and this worker, a member, waits for them."""
+        """True if the other members' scripts have ended while this member waits for them."""
         if self.orders.newest_order.finish is None or not self.orders.current_generation:
             return False
         doing, stalled_s = self.progress.doing(self.groups.current)

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: with every heartbeat how its training gets on, and facts that stay; and who is main.
+"""What a worker reports with every heartbeat: the progress of its training and lasting facts. And who is main.
 
 Which member speaks for all is `run.is_main`. Marks in a worker's output show it to its agent.
 """
@@ -29,29 +29,29 @@ class Progress:
 
     step: int = 0
     figures: protocol.Progress = field(default_factory=protocol.Progress)
-    "what people see of it"
+    "figures that people see"
     in_loop: bool = False
     awaiting_since: float | None = None
-    "when it began to wait for a new generation, on the monotonic clock; None: it does not wait for one"
+    "when the wait for a new generation began, on the monotonic clock; None: not waiting"
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, **figures: Any) -> None:
-        """From now on these fields of `protocol.Progress` are so."""
+        """Set fields of `protocol.Progress`."""
         with self._lock:  # scripts may log from threads of their own
             self.figures = replace(self.figures, **figures)
 
     def move(self, *, in_loop: bool | None = None) -> None:
-        """The training thread gets on, in `run.updates` or outside of it; None: where it was."""
+        """Note progress of the training thread. `in_loop`: inside of `run.updates`; None: unchanged."""
         self.in_loop = self.in_loop if in_loop is None else in_loop
         self.moved_at = time.monotonic()
 
     def doing(self, group: Group | None) -> tuple[Doing, float]:
-        """What the training thread is at, and for how many seconds without getting on.
+        """Return what the training thread is doing, and for how many seconds it has made no progress.
 
         Args:
-            group: the current one.
+            group: the current group.
         """
         now, awaiting_since = time.monotonic(), self.awaiting_since
         if awaiting_since is not None:
@@ -70,20 +70,20 @@ class Statement:
     def __init__(self) -> None:
         self.facts = Status()
         self._saved: dict[str, Checkpoint] = {}
-        "by path: checkpoints of which the head has not said that it has noted them"
+        "path -> checkpoint that the head has not confirmed"
 
     def say(self, *, saved: Checkpoint | None = None, **facts: Any) -> None:
-        """From now on these fields of `Status` are so; a checkpoint is said until the head has noted it."""
+        """Set fields of `Status`. A checkpoint is reported until the head confirms it."""
         self.facts = replace(self.facts, **facts)
         if saved is not None:
             self._saved[saved.path] = saved
 
     def note(self, path: str) -> None:
-        """The head has noted a checkpoint."""
+        """Drop a checkpoint that the head has confirmed."""
         self._saved.pop(path, None)
 
     def status(self, orders: Orders, progress: Progress, groups: Groups) -> Status:
-        """How this worker stands now. Of checkpoints, the newest comes first: it is the one that must not be lost."""
+        """Return the present status. It names one unconfirmed checkpoint, the newest: that one must not be lost."""
         order, upcoming, group = orders.newest_order, orders.upcoming, groups.current
         doing, stalled_s = progress.doing(group)
         return replace(
@@ -107,7 +107,7 @@ class Statement:
 
 
 class IsMain:
-    """A truth value that is looked up whenever it is asked for. It compares, prints and is copied as a plain bool."""
+    """A truth value that is evaluated at each use. It compares, prints and is copied as a plain bool."""
 
     __slots__ = ("_ask",)
 

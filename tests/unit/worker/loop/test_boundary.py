@@ -94,7 +94,7 @@ def test_weights_that_drift_apart_are_brought_together_and_that_is_told(
     healed = {name: session.said("healed") for name, session in world.sessions.items()}
     assert healed == {"a": [], "b": [4, 10], "c": []}
     told = capfd.readouterr().err
-    assert told.count("this member's weights were not those of the others") == 2, "once in each generation"
+    assert told.count("this member's weights differed from the other members'") == 2, "once in each generation"
 
 
 class Staged(Script):

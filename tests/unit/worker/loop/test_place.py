@@ -121,7 +121,7 @@ def test_a_newcomer_that_leaves_a_loop_by_what_is_another_thing_now_is_a_strange
     arrived = Script(first.place)
     assert list(trains(arrived, 3)) == ["a"]
     assert not arrived.place.is_astray
-    with pytest.raises(Stranger, match="past the place where the members are"):
+    with pytest.raises(Stranger, match="passed the members' place"):
         list(newcomer.epochs(2))
 
 
