@@ -125,7 +125,7 @@ class Rig:
         """As a crash would; it stays away."""
         await self._control.aclose()
         self.head.kill()
-        await until(lambda: not self.head.running, "the head is still there")
+        await until(lambda: not self.head.is_running, "the head is still there")
 
     async def listen(self) -> None:
         """Talk to whichever head there is now."""

@@ -58,7 +58,7 @@ class View:
     """State of the monitor, updated by what the head sends and by the loss of the connection."""
 
     snapshot: Snapshot | None = None
-    received: float = 0.0
+    received_at: float = 0.0
     "monotonic time at which the last snapshot came"
     away_since: float | None = None
     "Unix time since which the head cannot be reached"
@@ -94,7 +94,7 @@ class View:
 
     def age(self, now: float) -> float | None:
         """Seconds since the last snapshot."""
-        return None if self.snapshot is None else max(0.0, now - self.received)
+        return None if self.snapshot is None else max(0.0, now - self.received_at)
 
     def freshness(self, now: float) -> Freshness:
         age = self.age(now)
@@ -106,7 +106,7 @@ class View:
         """Seconds since Slurm last answered the head."""
         if self.snapshot is None or self.snapshot.head.poll_age_s is None:
             return None
-        return self.snapshot.head.poll_age_s + max(0.0, now - self.received)
+        return self.snapshot.head.poll_age_s + max(0.0, now - self.received_at)
 
     def run(self, run: str) -> RunView | None:
         runs = self.snapshot.runs if self.snapshot is not None else []
@@ -124,7 +124,7 @@ class View:
         """Seconds until the first allocation of the run ends."""
         ends = [member.ends_in_s for member in run.members if member.ends_in_s is not None]
         ends += [allocation.ends_in_s for allocation in run.allocations if allocation.ends_in_s is not None]
-        return max(0.0, min(ends) - (now - self.received)) if ends else None
+        return max(0.0, min(ends) - (now - self.received_at)) if ends else None
 
     def rate_history(self, run: str) -> list[float]:
         return [rate for _, rate in self.rates.get(run, ())]
@@ -170,7 +170,7 @@ class View:
                 # Event numbers only grow in a state folder, so this is another state folder.
                 self.events.clear()
                 self._last_seq = -1
-        self.snapshot, self.received = snapshot, now
+        self.snapshot, self.received_at = snapshot, now
         cells = _cells(snapshot)
         for row in self.cells.keys() - cells.keys():
             self._add_mark(row, snapshot.at, NO_DATA)

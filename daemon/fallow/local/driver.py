@@ -254,7 +254,7 @@ class Driver:
                 if error.code is not Exit.UNAVAILABLE:
                     raise
                 await self._control.aclose()
-                if not self._head.running:
+                if not self._head.is_running:
                     self._control = await self._head.start()
                 else:
                     self._control = await ControlClient.connect(self.paths.head_file)

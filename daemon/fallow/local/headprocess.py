@@ -57,7 +57,7 @@ class HeadProcess:
         return self._process.pid
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> ControlClient:
@@ -99,14 +99,14 @@ class HeadProcess:
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""
-        if self.running:
+        if self.is_running:
             os.kill(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after a deadline."""
         if self._process is None:
             return
-        if self.running:
+        if self.is_running:
             self._process.terminate()
         try:
             async with asyncio.timeout(STOP_S):

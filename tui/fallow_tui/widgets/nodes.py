@@ -61,14 +61,14 @@ class NodeMap(Widget, can_focus=True):
             self.refresh()
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return self._rows(width) + 1
+        return self._row_count(width) + 1
 
     def render(self) -> Text:
         width, height = self.size.width, max(1, self.size.height - 1)
         per_row = self._per_row(width)
         first = max(0, self._cursor // per_row - height + 1)
         text = Text(no_wrap=True, end="")
-        for row in range(first, min(first + height, self._rows(width))):
+        for row in range(first, min(first + height, self._row_count(width))):
             names = range(row * per_row, min((row + 1) * per_row, len(self._names)))
             if not self._has_labels(width):
                 text.append(fit(self._labels[names[0]], ROW_LABEL - 1) + " ", MUTED)
@@ -103,7 +103,7 @@ class NodeMap(Widget, can_focus=True):
             text.append_text(run_badge(self._view, cell.run))
             text.append(f" {cell.run} {cell.kind or ''} {cell.phase or 'starting'}")
             if node is not None and node.ends_in_s is not None:
-                remaining_s = node.ends_in_s - (self._now - self._view.received)
+                remaining_s = node.ends_in_s - (self._now - self._view.received_at)
                 text.append(f"  ends in {duration(remaining_s)}")
         else:
             text.append(f"  {cell.owner}")
@@ -137,7 +137,7 @@ class NodeMap(Widget, can_focus=True):
     def _per_row(self, width: int) -> int:
         return max(1, width // (self._label_width() + 2) if self._has_labels(width) else width - ROW_LABEL)
 
-    def _rows(self, width: int) -> int:
+    def _row_count(self, width: int) -> int:
         return -(-len(self._names) // self._per_row(width))
 
 
