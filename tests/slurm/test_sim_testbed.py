@@ -137,7 +137,9 @@ def site(testbed: Testbed) -> Site:
         name="testbed",
         nodes=tuple(SimNode(node=node, gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
-        scheduler=Scheduler.from_parameters(config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
+        scheduler=Scheduler.from_parameters(
+            config["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)
+        ),
         preempt_type="" if layout.profile is Profile.PLAIN else config["PreemptType"],
     )
 

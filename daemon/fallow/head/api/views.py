@@ -202,7 +202,7 @@ def _ending_nodes(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tupl
     ending = [(run, a) for run in runs for a in run.allocations.values() if not a.is_live and not a.is_settled]
     polled_jobs = PolledJobs(cluster.jobs if ending else [])
     for holder in ending:
-        for job in polled_jobs.of(holder[1]):
+        for job in polled_jobs.jobs_of(holder[1]):
             if job.state not in ENDED_STATES:
                 for node in job.nodes:
                     yield node, holder

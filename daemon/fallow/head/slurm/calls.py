@@ -161,7 +161,7 @@ class SlurmCalls:
         if allocation is None or cluster is None:
             return False
         matches = [job for job in cluster.jobs if job_id in (job.job_id, job.het_job_id)]
-        is_anothers = bool(matches) and not PolledJobs(matches).of(allocation)
+        is_anothers = bool(matches) and not PolledJobs(matches).jobs_of(allocation)
         if is_anothers:
             log.warning("cancel.skipped", job=job_id, token=token, shown=matches[0].name)
         return is_anothers

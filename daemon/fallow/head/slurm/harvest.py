@@ -189,7 +189,9 @@ class Harvest:
 
         turn.for_each(runs.values(), "pause", look)
         # Wait until Slurm tells whether the base job was preempted, or cancelled by its owner.
-        undecided_runs = (a.run for run in runs.values() for a in run.bases if a.was_warned and awaits_verdict(a, turn.now))
+        undecided_runs = (
+            a.run for run in runs.values() for a in run.bases if a.was_warned and awaits_verdict(a, turn.now)
+        )
         put_off.update(undecided_runs)
         # Base jobs come first: their nodes need not be harvested.
         asking_runs = [run for run in runs.values() if run.id not in put_off]
@@ -207,7 +209,7 @@ class Harvest:
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, live, cluster, demands, partitions)
         live = [a for a in live if a.is_live]
-        knowledge.unschedulable = knowledge.unschedulable.look(cluster)
+        knowledge.unschedulable = knowledge.unschedulable.after_poll(cluster)
         excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
         result = plan(Situation(cluster, demands, live, rules, knowledge, external, excluded))
         knowledge.backoff, knowledge.unschedulable = result.knowledge.backoff, result.knowledge.unschedulable
@@ -334,7 +336,9 @@ class Harvest:
         turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
         usable_partitions: list[PartitionInfo] = []
         if self.cluster is not None:
-            usable_partitions = _usable(run, harvestable_partitions(self.cluster, self.rules(self.cluster.at, self._site)))
+            usable_partitions = _usable(
+                run, harvestable_partitions(self.cluster, self.rules(self.cluster.at, self._site))
+            )
         if _is_refused_everywhere(refusals, {p.partition for p in usable_partitions}) and not run.record.harvest_paused:
             turn.pause_requests(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
 
@@ -425,7 +429,9 @@ def _limit_after_failures(run: Run, run_demand: Demand) -> Demand:
     """After several failed jobs, limit the demand to one job at a time until its node trains."""
     if run.failures < MAX_LAUNCH_FAILURES:
         return run_demand
-    on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.requested_ahead)
+    on_its_way = (
+        a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.requested_ahead
+    )
     max_nodes = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
     return replace(run_demand, nodes=min(run_demand.nodes, max_nodes), renew=False)
 

@@ -11,7 +11,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
-from fallow.core.accounting import cancelled, launch_failures
+from fallow.core.accounting import cancelled
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
@@ -67,11 +67,11 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
         for allocation in list(run.allocations.values()):
             if allocation.is_live:
                 read_left_job_id(turn, run, allocation)
-                _update_allocation(turn, run, allocation, jobs.of(allocation), cluster.at)
+                _update_allocation(turn, run, allocation, jobs.jobs_of(allocation), cluster.at)
             elif allocation.is_settled:
                 _end_processes(turn, run, allocation)
         for allocation in list(run.allocations.values()):
-            own_jobs = jobs.of(allocation)
+            own_jobs = jobs.jobs_of(allocation)
             if follow(allocation, own_jobs, cluster.at, gpus):
                 turn.dirty.add(run.id)
                 if allocation.is_settled:
@@ -87,7 +87,7 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: PolledJobs) -> None:
     bases = [a for a in run.bases if not a.is_settled]
     for allocation in bases:
         has_other_base = any(a.is_live for a in bases if a is not allocation)
-        if run.ended or has_other_base or not was_requeued(allocation, jobs.of(allocation)):
+        if run.ended or has_other_base or not was_requeued(allocation, jobs.jobs_of(allocation)):
             continue
         for host in list(allocation.hosts):
             note_agent_end(turn, run, allocation, host, "Slurm has requeued its job", by_slurm=True)
@@ -188,7 +188,7 @@ def _note_launch_failure(turn: Turn, run: Run, allocation: Allocation) -> None:
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
     text_on_node = f"{text} (on {node}, in {allocation.partition})" if node else text
     is_suspect = node in run.roster.failures.bars
-    bar_reason = duds.ended(
+    bar_reason = launch_failures.note_launch_failure(
         run.record.fruitless, node, text_on_node, trains=bool(run.roster.present()), suspect=is_suspect
     )
     if bar_reason and node not in run.barred:
@@ -271,7 +271,7 @@ def sweep(turn: Turn, cluster: ClusterState, urgent_tokens: Collection[str] = ()
         for allocation in run.allocations.values():
             if allocation.is_live or _ends_by_itself(turn, allocation, allocation.token in urgent_tokens):
                 continue
-            orphans = (job for job in polled_jobs.of(allocation) if _is_orphan(job, cluster.at))
+            orphans = (job for job in polled_jobs.jobs_of(allocation) if _is_orphan(job, cluster.at))
             for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in orphans):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
                 turn.cancels.append((run.id, allocation.token, job_id))

@@ -157,7 +157,11 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
 
 def enforce_departure(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End an allocation that has not left in time: its workers first, then its job."""
-    if allocation.kill_at is None or turn.now < allocation.kill_at <= turn.now + CANCEL_AGAIN_S or not allocation.is_live:
+    if (
+        allocation.kill_at is None
+        or turn.now < allocation.kill_at <= turn.now + CANCEL_AGAIN_S
+        or not allocation.is_live
+    ):
         return
     # A clock may be set back, so this is at most the present time.
     allocation.wanted_at = min(allocation.wanted_at or 0.0, turn.now)

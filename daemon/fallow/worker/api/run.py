@@ -94,7 +94,6 @@ class Run:
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
         results = [self._prepare_one(thing, global_batch) for thing in objects]
-        self._prepared.give_own_memory()
         if self._prepared.reproducible:
             enforce(self._prepared.devices())  # before the script captures graphs, which keep their kernels
         return results[0] if len(results) == 1 else tuple(results)

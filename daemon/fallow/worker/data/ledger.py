@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.training.audit import Fed, Gap, Record, Start, StepFinished
+from fallow.core.training.audit import Fed, Gap, Record, Start
 from fallow.files import append_private, network_filesystem
 from fallow.model import Exit, FallowError
 
@@ -209,4 +209,14 @@ def read_ledger(path: Path) -> Iterator[Record]:
                 return  # another process may be writing the end of this line
 
 
-__all__ = ["FINISH_PATIENCE_S", "LEAVE_PATIENCE_S", "Done", "Fed", "Gap", "Ledger", "Record", "Start", "read_ledger"]
+__all__ = [
+    "FINISH_PATIENCE_S",
+    "LEAVE_PATIENCE_S",
+    "StepFinished",
+    "Fed",
+    "Gap",
+    "Ledger",
+    "Record",
+    "Start",
+    "read_ledger",
+]

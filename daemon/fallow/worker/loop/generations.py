@@ -167,7 +167,7 @@ class Generations:
         main member, and would repeat what the failed main member has begun to do.
         """
         member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
-        if outcome is None or session is None or not member.state_status.holds:
+        if outcome is None or session is None or not member.state_status.has_state:
             return False
         is_answer = outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
         return is_answer and upcoming.counts(session.computed)
@@ -267,7 +267,7 @@ class Generations:
         if member.saver is not None and member.place.has_joined:
             at = member.place.position
             # If the group broke after an inner loop, the optimizer may have made a step that is not counted yet.
-            if upcoming.plan.suspends and member.state_status.holds and member.recorded_step != at.step:
+            if upcoming.plan.suspends and member.state_status.has_state and member.recorded_step != at.step:
                 member.saver.suspend(member.group, member.prepared, member.plain_values(), at.step, at.loop_epoch)
             else:
                 member.saver.finish()

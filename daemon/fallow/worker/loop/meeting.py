@@ -97,9 +97,9 @@ class Meeting:
             state_status=state_status.value,
             sums_of=sums_of,
             concluded=place.position.concluded,
-            pauses_training=state_status.whole,
+            pauses_training=state_status.weights_in_pause,
             joined_in=place.joined_in,
-            fingerprint=fingerprint(prepared.weights()) if fresh and state_status.holds else 0,
+            fingerprint=fingerprint(prepared.weights()) if fresh and state_status.has_state else 0,
             frozen=frozen,
             resting=resting,
             pace=member.pace.value,
@@ -232,12 +232,12 @@ class Meeting:
         donors, healed = self._donors(openings, holders)
         usable = bool(holders or self._generations.plan.checkpoints)
         able = [rank for rank, one in enumerate(openings) if usable or one.state_status != TORN]
-        state_status.whole = any(one.pauses_training for one in openings)
+        state_status.weights_in_pause = any(one.pauses_training for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
             has_begun=bool(holders),
-            weights_in_pause=state_status.whole or not holders or bool(healed) or bool(ranks.stale),
+            weights_in_pause=state_status.weights_in_pause or not holders or bool(healed) or bool(ranks.stale),
             modes=[kind for kind in KINDS if len({getattr(openings[rank], kind) for rank in donors}) == 1],
         )
         if not holders and group.rank == donors[0]:
@@ -329,7 +329,7 @@ class Meeting:
         except Answered as answered:
             result = MeetingResult(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:
-            if others.agreed <= begun or not self._member.state_status.holds:
+            if others.agreed <= begun or not self._member.state_status.has_state:
                 raise
             result = MeetingResult(kind, _ANSWER.pack(others.answer))
         finally:

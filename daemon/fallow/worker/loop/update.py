@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fallow.core.training.audit import StepFinished
 from fallow.core.training.shards import Cut
 from fallow.model import Exit, FallowError
-from fallow.worker.data.ledger import StepFinished
 from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 
@@ -147,7 +147,7 @@ class Update:
         member.last_step_end = time.monotonic()
         member.recorded_step = -1
         member.pace.end_step()
-        member.ledger.add(CommandResult(generation=member.group.generation, step=at.step))
+        member.ledger.add(StepFinished(generation=member.group.generation, step=at.step))
         loss = self.figures.get("loss", at.loss)
         if member.group.rank == 0 and math.isnan(loss or 0.0) and not math.isnan(at.loss or 0.0):
             sys.stderr.write(_NO_NUMBER.format(step=at.step) + _ROLL_BACK * (member.session is not None))
