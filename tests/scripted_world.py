@@ -12,7 +12,7 @@ import torch
 import builders
 from fallow.core.membership.failures import Stranger
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
-from fallow.core.protocol import News, Setup
+from fallow.core.protocol import BeatReply, Setup
 from fallow.core.training.audit import audit
 from fallow.model import SampleReport
 from fallow.worker.api.run import Run
@@ -44,7 +44,7 @@ class ScriptedSession:
         self.generation = self.computed = 0
         self.group: Group | None = None
         self.run: Run | None = None
-        self.news.take(News(term=1, joins=not world.is_first(worker)))
+        self.news.take(BeatReply(term=1, joins=not world.is_first(worker)))
         self.orders = _Orders(self, world)
         self.groups = Groups("", None)
         self._offered: Upcoming | None = None

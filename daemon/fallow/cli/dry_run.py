@@ -14,7 +14,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.submission.prepare import Submission
 from fallow.core.submission.sbatch import harvest_options, job_environment
 from fallow.files import Paths
-from fallow.model import AllocationKind, BaseStart, DryRun, FallowError, JobRequest, Prospect
+from fallow.model import AllocationKind, BaseStart, DryRun, Estimate, FallowError, JobRequest
 from fallow.text import clean, clean_block, counted
 
 QUERY_S = 10.0
@@ -36,8 +36,8 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
     asker = Asker.of(plan.spec, Asker(harvest.account or "", harvest.qos or ""))
     variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
     notes: list[str] = []
-    prospect, start = _prospect(plan, notes), _base_start(plan, variables, notes)
-    asked = [each.partition for each in prospect.asks] if prospect is not None else []
+    estimate, start = _estimate(plan, notes), _base_start(plan, variables, notes)
+    asked = [each.partition for each in estimate.asks] if estimate is not None else []
     partitions = plan.spec.harvest_partitions or harvest.partitions or asked or ["PARTITION"]
     options = harvest_options(
         plan.spec,
@@ -60,16 +60,16 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
         max_nodes=plan.spec.max_nodes,
         budget_node_hours=plan.spec.budget_node_hours,
         start=start,
-        prospect=prospect,
+        estimate=estimate,
         notes=notes,
     )
 
 
-def _prospect(plan: Submission, notes: list[str]) -> Prospect | None:
+def _estimate(plan: Submission, notes: list[str]) -> Estimate | None:
     """What the run would find by the head's last poll; None, with a note: there is no head, or it has seen no Slurm."""
     spec = msgspec.structs.replace(plan.spec, script="", environment={})
     try:
-        return ask("prospect", Prospect, spec=msgspec.to_builtins(spec))
+        return ask("estimate", Estimate, spec=msgspec.to_builtins(spec))
     except FallowError as error:
         notes.append(f"what is idle now is not known: {error.message}")
         return None
@@ -127,15 +127,15 @@ def _now(found: DryRun, now: float) -> list[str]:
         lines.append(f"the base job would be {found.start.says}; nothing would be submitted, and no run would begin")
     elif found.start is not None:
         lines.append(f"of the base job Slurm says: {found.start.says}")
-    if (prospect := found.prospect) is not None:
-        idle, age_s = counted(prospect.idle_nodes, "node"), max(0.0, now - prospect.polled_at)
+    if (estimate := found.estimate) is not None:
+        idle, age_s = counted(estimate.idle_nodes, "node"), max(0.0, now - estimate.polled_at)
         lines.append(f"idle where nodes may be harvested: {idle}, as the head saw {age_s:.0f} s ago")
         if not refused:
-            asks = [f"{counted(one.nodes, 'node')} for {one.minutes} min in {one.partition}" for one in prospect.asks]
+            asks = [f"{counted(one.nodes, 'node')} for {one.minutes} min in {one.partition}" for one in estimate.asks]
             lines.append(f"asked for as soon as the base job trains: {', '.join(asks) or 'nothing'}")
-            most = f"{prospect.nodes} of {found.min_nodes} to {found.max_nodes}"
+            most = f"{estimate.nodes} of {found.min_nodes} to {found.max_nodes}"
             lines.append(f"nodes to be expected, base job included: {most}")
-        lines += prospect.notes
+        lines += estimate.notes
     if found.budget_node_hours is not None:
         lines.append(f"budget for all but the first base job: {found.budget_node_hours:g} node-hours")
     return lines + found.notes

@@ -8,7 +8,7 @@ import click
 from fallow.cli.common import Finite, ask, json_option, moment, show_items, tell
 from fallow.control.protocol import Pruned
 from fallow.model import Exit, FallowError
-from fallow.text import clean, counted, shown
+from fallow.text import clean, counted, quote
 
 DAY_S = 86_400.0
 
@@ -43,7 +43,8 @@ def shrink(run: str, by: int | None, members: tuple[str, ...], as_json: bool) ->
     """Release members of RUN at the next step boundary: the youngest, or those that are named."""
     if members and by is not None:
         raise FallowError(
-            f"run {shown(run)}: --by counts the youngest members, --member names them; give one of the two", Exit.USAGE
+            f"run {quote(run)}: --by counts the youngest members, --member names them; give one of the two",
+            Exit.USAGE,
         )
     if members:
         ask("release", run=run, members=list(members))
@@ -63,7 +64,8 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     names = unfold(nodes)
     if not names:
         raise FallowError(
-            f"run {shown(run)}: no node is named; `fallow status {shown(run)}` lists those it holds", Exit.USAGE
+            f"run {quote(run)}: no node is named; `fallow status {quote(run)}` lists those it holds",
+            Exit.USAGE,
         )
     ask("drain", run=run, nodes=names)
     _done(

@@ -12,7 +12,7 @@ import msgspec
 from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, Answer, peer_uid, to_error
 from fallow.files import read_struct
 from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
-from fallow.text import shown
+from fallow.text import quote
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ def find_head(head_file: Path) -> HeadFile:
         head = read_struct(head_file, HeadFile)
     except FileNotFoundError:
         raise FallowError(f"no head is running for {head_file.parent}; {START_ADVICE}", Exit.UNAVAILABLE) from None
-    here = socket.gethostname()
-    if head.host != here:
+    this_host = socket.gethostname()
+    if head.host != this_host:
         raise FallowError(
-            f"the head of {head_file.parent} runs on {head.host} (pid {head.pid}), this is {here}; "
+            f"the head of {head_file.parent} runs on {head.host} (pid {head.pid}), this is {this_host}; "
             f"ask it there: ssh {head.host} fallow …"
             + (f", or have one here take its place: {START_ADVICE.partition(': ')[2]}" if head.stand_in else ""),
             Exit.UNAVAILABLE,
@@ -63,7 +63,7 @@ class ControlClient:
                 Exit.TEMPFAIL,
             ) from None
         except OSError as error:
-            raise _gone(head_file, head, error) from error
+            raise _connection_error(head_file, head, error) from error
         if peer_uid(writer.get_extra_info("socket")) != os.getuid():
             writer.close()
             raise FallowError(f"{head.control} is served by another user; not used", Exit.NOPERM)
@@ -111,13 +111,13 @@ class ControlClient:
 
         After each snapshot come the events up to its `last_event`. While the store is away none are asked for.
         """
-        seen, limit = 0, RECENT_EVENTS
+        last_seq, limit = 0, RECENT_EVENTS
         while True:
             snapshot = await self.call("status", Snapshot)
             yield snapshot
-            if seen < snapshot.last_event and not snapshot.head.store_problem:
+            if last_seq < snapshot.last_event and not snapshot.head.store_problem:
                 try:
-                    events = await self.call("events", list[EventRecord], since=seen, limit=limit)
+                    events = await self.call("events", list[EventRecord], since=last_seq, limit=limit)
                 except FallowError as error:
                     if error.code is not Exit.UNAVAILABLE:
                         raise
@@ -125,7 +125,7 @@ class ControlClient:
                     for event in events:
                         if event.seq <= snapshot.last_event:
                             yield event
-                    seen, limit = snapshot.last_event, MOST_EVENTS
+                    last_seq, limit = snapshot.last_event, MOST_EVENTS
             await asyncio.sleep(WATCH_S)
 
     async def _ask(self, method: str, params: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class ControlClient:
             line = msgspec.json.encode({"method": method, "params": params}) + b"\n"
         except UnicodeEncodeError as error:
             raise FallowError(
-                f"{method}: {shown(error.object[:128])} is not valid UTF-8; rename what is called so", Exit.DATA
+                f"{method}: {quote(error.object[:128])} is not valid UTF-8; rename what is called so", Exit.DATA
             ) from error
         if len(line) > MAX_REQUEST:
             raise FallowError(
@@ -168,14 +168,14 @@ def call(head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIM
 def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
     """One request from code without an event loop: connect, ask, close."""
 
-    async def once() -> Any:
+    async def ask() -> Any:
         async with await ControlClient.connect(head_file) as client:
             return await client.call(method, type_, timeout_s=timeout_s, **params)
 
-    return asyncio.run(once())
+    return asyncio.run(ask())
 
 
-def _gone(head_file: Path, head: HeadFile, error: OSError) -> FallowError:
+def _connection_error(head_file: Path, head: HeadFile, error: OSError) -> FallowError:
     where = f"the head of {head_file.parent} (pid {head.pid} on {head.host})"
     if Path(f"/proc/{head.pid}").exists():
         text = f"{where} does not answer on {head.control} ({error.strerror or error}); look at its log"

@@ -249,7 +249,7 @@ class Head:
 
     async def _drain(self) -> None:
         """Take in what lies in the socket."""
-        for received in await self._router.received(DRAINED):
+        for received in await self._router.receive(DRAINED):
             self._receive(*received)
 
     def _receive(self, peer: str, message: FromAgent) -> None:
@@ -351,7 +351,7 @@ class Head:
             with self._counted(f"send {type(message).__name__}"):
                 self._router.send(peer, message)
             if keeps_up and number % SENT_AT_ONCE == 0:
-                keeps_up = await self._router.encrypted()
+                keeps_up = await self._router.wait_until_encrypted()
 
     def _write_report(self, run: Run) -> None:
         """Before agents are told that the run is over: `fallow run` reads there whether the rest of its script runs."""

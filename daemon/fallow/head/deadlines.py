@@ -13,7 +13,7 @@ from fallow.head.peers.agents import agent_gone, give_up_agent, restart_due
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
 from fallow.model import AllocationState, MemberPhase
-from fallow.processes import living
+from fallow.processes import find_process
 
 MARGIN_PART = 1 / 3
 """Of a job's time that a run may need to leave it."""
@@ -167,4 +167,4 @@ def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
     kind, _, number = (allocation.job_id or "").partition("-")
     if kind == "local" and number.isdecimal():
         pids.append(int(number))
-    return bool(pids) and not any(map(living, pids))
+    return bool(pids) and not any(map(find_process, pids))

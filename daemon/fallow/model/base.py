@@ -10,7 +10,7 @@ from fallow.model.bounds import Seconds
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 """Has a worker write its training thread's stack to its log. A real-time signal: scripts and Slurm use the others."""
 
-SHOWN, HIDDEN = b"\x00\x16fallow output 1\x16", b"\x00\x16fallow output 0\x16"
+SHOW_MARK, HIDE_MARK = b"\x00\x16fallow output 1\x16", b"\x00\x16fallow output 0\x16"
 """Marks that a worker writes into its own output, of one length: what follows is the main member's, or it is not."""
 
 OUTPUT_PIPES = "FALLOW_OUTPUT_PIPES"

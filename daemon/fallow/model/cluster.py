@@ -201,8 +201,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 
 def slurm_release(text: str) -> tuple[int, ...]:
     """The release that a text names, of Slurm or of pyslurm: (22, 5) of `slurm-wlm 22.05.8`; empty: it names none."""
-    found = re.search(r"(\d+)\.(\d+)", text)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.search(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 class JobRequest(Struct, frozen=True, kw_only=True):

@@ -189,7 +189,7 @@ class WouldAsk(Struct, frozen=True, kw_only=True):
     nodes: int
 
 
-class Prospect(Struct, frozen=True, kw_only=True):
+class Estimate(Struct, frozen=True, kw_only=True):
     """What a run would find, by the head's last poll."""
 
     polled_at: float
@@ -224,6 +224,6 @@ class DryRun(Struct, frozen=True, kw_only=True):
     budget_node_hours: float | None
     start: BaseStart | None
     "None: Slurm could not be asked"
-    prospect: Prospect | None
+    estimate: Estimate | None
     "likewise"
     notes: list[str] = []

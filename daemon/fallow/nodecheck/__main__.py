@@ -70,8 +70,8 @@ class FolderGathers:
 
     def missing(self, key: str) -> list[int]:
         """Places whose part has not come."""
-        there = {*self._folder.iterdir()}
-        return [place for place in range(self._size) if self._file(key, place) not in there]
+        files = {*self._folder.iterdir()}
+        return [place for place in range(self._size) if self._file(key, place) not in files]
 
     def _file(self, key: str, place: int) -> Path:
         return self._folder / hashlib.sha256(f"{place} {key}".encode()).hexdigest()

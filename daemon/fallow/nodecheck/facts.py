@@ -28,14 +28,14 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
         devices: that this node's workers use.
         root: of the file system.
     """
-    used = list(devices)
+    device_list = list(devices)
     driver, runtime, missing, links = _driver(root), _runtime(), _missing(root), _links(root)
     says = {
         "driver": driver or "none is loaded",
         "torch": f"for {runtime or 'processors only'}",
         "torch.compile": f"{' and '.join(missing)} missing" if missing else "finds a C compiler and Python.h",
         "collectives": _library() or "no library for GPUs in this torch",
-        "gradients": communicators.choice(used[0]),
+        "gradients": communicators.choice(device_list[0]),
         "network": ", ".join(link.text for link in links) or "no interface with a known rate",
         "GPUDirect": _peer_memory(root) or "not seen (NCCL_DEBUG=INFO tells what is used)",
     }
@@ -46,7 +46,7 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
         fixes["torch"] = "install a build of torch for these GPUs: https://pytorch.org/get-started"
     if missing:
         fixes["torch.compile"] = "install a C compiler and Python's headers (Debian and Ubuntu: gcc, python3-dev)"
-    names = [_name(device) for device in used if device.type != "cpu"]
+    names = [_name(device) for device in device_list if device.type != "cpu"]
     # InfiniBand counts where a node has it, else the fastest interface.
     cards = [link.gbit_s for link in links if link.kind == "infiniband"]
     rate = sum(cards) or max((link.gbit_s for link in links), default=0.0)
@@ -95,18 +95,18 @@ def _library() -> str:
 
 
 def _links(root: Path) -> list[Link]:
-    found = []
+    links = []
     # Ports of cards with verbs that are up: InfiniBand, RoCE, Omni-Path (kernel's ABI, sysfs-class-infiniband).
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         rate = _RATE.match(_text(port / "rate"))
         if "ACTIVE" in _text(port / "state") and rate is not None:
-            found.append(Link(f"{port.parents[1].name}:{port.name}", "infiniband", float(rate[1])))
+            links.append(Link(f"{port.parents[1].name}:{port.name}", "infiniband", float(rate[1])))
     # Interfaces that are up and tell a speed; bridges and virtual ones do not, or have no device.
     for interface in sorted((root / "sys/class/net").glob("*")):
         speed = _text(interface / "speed")
         if (interface / "device").exists() and _text(interface / "operstate") == "up" and speed.isdecimal():
-            found.append(Link(interface.name, "ethernet", int(speed) / 1000))
-    return found
+            links.append(Link(interface.name, "ethernet", int(speed) / 1000))
+    return links
 
 
 def _peer_memory(root: Path) -> str:

@@ -34,10 +34,10 @@ def examine() -> list[Check]:
     folder = tempfile.mkdtemp(prefix="doctor-", dir=private_dir(Paths.default().state))
     try:
         command = step_command(os.environ, [sys.executable, "-Pm", "fallow.nodecheck", folder, str(MEASURED_S)])
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=step_environment(os.environ), stdout=subprocess.PIPE, timeout=_DEADLINE_S, check=False
         )
-        return verdicts(msgspec.json.decode(done.stdout, type=Found), folded)
+        return verdicts(msgspec.json.decode(result.stdout, type=Found), folded)
     except subprocess.TimeoutExpired:
         raise FallowError(
             f"the nodes did not answer within {_DEADLINE_S:g} s; see srun's output", Exit.TEMPFAIL

@@ -39,12 +39,12 @@ def work(folder: Path, measured_s: float, node: str, rank: int, size: int) -> No
     try:
         group = build_group(0, rank, size, store, _address(), MEETING_S, device=device)
         facts = msgspec.json.encode(look_around(node, [device]))
-        told = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
-        found = Found(_by_node(told), _measure(group, device, measured_s))
+        all_facts = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
+        result = Found(_by_node(all_facts), _measure(group, device, measured_s))
     except (FallowError, Interrupted, RuntimeError) as error:
         sys.exit(f"{node}: {error}")
     if rank == 0:
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         sys.stdout.flush()
     with contextlib.suppress(Interrupted):
         group.gather(b"")  # nobody ends before that was written
@@ -62,13 +62,15 @@ def _address() -> str:
     return (local_address_towards(launcher) if launcher else own_address()) or "127.0.0.1"
 
 
-def _by_node(told: list[NodeFacts]) -> list[NodeFacts]:
+def _by_node(all_facts: list[NodeFacts]) -> list[NodeFacts]:
     """One entry for each node, with the GPUs of all its workers."""
     nodes: dict[str, NodeFacts] = {}
-    for one in told:
-        known = nodes.get(one.node)
-        nodes[one.node] = (
-            one if known is None else msgspec.structs.replace(known, devices=[*known.devices, *one.devices])
+    for facts in all_facts:
+        previous = nodes.get(facts.node)
+        nodes[facts.node] = (
+            facts
+            if previous is None
+            else msgspec.structs.replace(previous, devices=[*previous.devices, *facts.devices])
         )
     return list(nodes.values())
 

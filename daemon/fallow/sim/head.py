@@ -22,7 +22,7 @@ from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.protocol import Beat, Hello, Left
+from fallow.core.protocol import AgentLeft, Beat, Hello
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.loop.faults import Faults
@@ -214,7 +214,7 @@ class VirtualHead(Head):
 
     def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
         self._leaving.discard(allocation.token)
-        hear(turn, _peer(allocation), Left(code=code), turn.at)
+        hear(turn, _peer(allocation), AgentLeft(code=code), turn.at)
 
 
 class _AtOnce(Machine):

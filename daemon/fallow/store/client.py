@@ -49,9 +49,9 @@ class Unavailable(FallowError):
 class Fenced(FallowError):
     """A newer head has taken over, or a key was changed behind the caller's back. Nothing was written."""
 
-    def __init__(self, where: str, what: str, found: str) -> None:
+    def __init__(self, where: str, what: str, stored_value: str) -> None:
         super().__init__(
-            f"store {where}: refused a write ({what} is {found} there); another head has taken over, end this one",
+            f"store {where}: refused a write (its {what} is {stored_value}); another head has taken over, end this one",
             Exit.TEMPFAIL,
         )
 
@@ -98,25 +98,25 @@ class Store:
             "retry_on_error": [ReadOnlyError],
             "max_connections": _CONNECTIONS,
         }
-        shown = text = str(where)
+        display_name = text = str(where)
         if "://" in text:
             try:
                 # Nothing else of it is shown: an error of the parser quotes what may be a password.
                 parts = urlsplit(text)
-                shown = f"{parts.scheme}://{parts.hostname or parts.path.rpartition('@')[2]}"
+                display_name = f"{parts.scheme}://{parts.hostname or parts.path.rpartition('@')[2]}"
                 client = redis.asyncio.Redis.from_url(text, **options)
             except ValueError:
                 advice = "write / as %2F, # as %23, ? as %3F and @ as %40 in its password"
                 raise FallowError(f"store: not a Redis URL; {advice}", Exit.CONFIG) from None
         else:
             client = redis.asyncio.Redis(unix_socket_path=text, **options)
-        store = cls(client, shown, namespace or f"fallow:{os.getuid()}", deadline_s)
+        store = cls(client, display_name, namespace or f"fallow:{os.getuid()}", deadline_s)
         try:
             await store._check_server()
         except TypeError as error:
             # How the client library refuses an option that it does not know; the text may quote the URL.
             await store.close()
-            raise FallowError(f"store {shown}: not a Redis URL (unknown option)", Exit.CONFIG) from error
+            raise FallowError(f"store {display_name}: not a Redis URL (unknown option)", Exit.CONFIG) from error
         except BaseException:
             await store.close()
             raise
@@ -178,30 +178,30 @@ class Store:
     async def load(self, prefix: str) -> dict[str, tuple[int, bytes]]:
         """All keys that begin with `prefix`, with revision and value."""
         pattern = "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in prefix) + "*"
-        found: dict[str, tuple[int, bytes]] = {}
+        entries: dict[str, tuple[int, bytes]] = {}
         cursor = 0
         while True:
             cursor, page = await self._call(self._client.hscan(self._kv_key, cursor, pattern, _PAGE))
-            for key, held in page.items():
-                revision, _, value = held.partition(b":")
-                found[_text(key)] = (int(revision), value)
+            for key, entry in page.items():
+                revision, _, value = entry.partition(b":")
+                entries[_text(key)] = (int(revision), value)
             if cursor == 0:
-                return dict(sorted(found.items()))
+                return dict(sorted(entries.items()))
 
     # -- events ---------------------------------------------------------------------------------------------
 
     async def events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
         """The newest `limit` events with numbers above `since`, oldest first; of one run if it is named."""
-        found: list[EventRecord] = []
+        records: list[EventRecord] = []
         upto = "+"
-        while len(found) < limit:
+        while len(records) < limit:
             page = await self._call(self._client.xrevrange(self._events_key, upto, f"{since + 1}-0", _PAGE))
             events = [_event(number, fields) for number, fields in page]
-            found += [event for event in events if run is None or run == event.run]
+            records += [event for event in events if run is None or run == event.run]
             if len(page) < _PAGE:
                 break
             upto = f"{events[-1].seq - 1}-0"
-        return found[:limit][::-1]
+        return records[:limit][::-1]
 
     async def last_event(self) -> int:
         """Number of the newest event; 0 when there is none."""
@@ -212,13 +212,13 @@ class Store:
             async with asyncio.timeout(self._deadline_s):
                 return await cast(Awaitable[Any], call)
         except TimeoutError:
-            raise self._away(f"no answer within {self._deadline_s:g} s") from None
+            raise self._unavailable(f"no answer within {self._deadline_s:g} s") from None
         except ResponseError as error:
-            raise self._away(f"refused a command ({str(error)[:200]})") from error
+            raise self._unavailable(f"refused a command ({str(error)[:200]})") from error
         except (RedisError, OSError) as error:
-            raise self._away(str(error)[:200] or type(error).__name__) from error
+            raise self._unavailable(str(error)[:200] or type(error).__name__) from error
 
-    def _away(self, what: str) -> Unavailable:
+    def _unavailable(self, what: str) -> Unavailable:
         return Unavailable(f"store {self._where}: {what}; check that the server runs and that its disk has space")
 
 

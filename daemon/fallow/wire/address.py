@@ -29,13 +29,13 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 def resolve(host: str) -> str:
     """First IP address of a host name (IPv4 first); numeric addresses come back as they are."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise FallowError(
             f"host {host!r}: name does not resolve ({error}); set a numeric address or mend the name service",
             Exit.UNAVAILABLE,
         ) from error
-    addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(addresses[0][4][0])
 
 
@@ -72,15 +72,17 @@ def interfaces() -> list[Interface]:
         fcntl.ioctl(probe, _SIOCGIFCONF, request)
         size: int = struct.unpack_from("i", request)[0]
     rows = _IFREQ.iter_unpack(bytes(buffer[:size]))
-    found = [Interface(name.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(ip)) for name, _, _, ip in rows]
+    addresses = [
+        Interface(name.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(ip)) for name, _, _, ip in rows
+    ]
     try:
         lines = _IF_INET6.read_text().splitlines()
     except OSError:
-        return found  # this kernel has no IPv6
+        return addresses  # this kernel has no IPv6
     for line in lines:
         address, *_, name = line.split()
-        found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
-    return found
+        addresses.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
+    return addresses
 
 
 def allow_connections() -> None:
@@ -101,22 +103,22 @@ def listen(address: str, ports: range | None = None, backlog: int = 64) -> socke
         OSError: the address is not this host's, or every port of the range is taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in shuffled(ports):
+    for port in shuffled_ports(ports):
         try:
             return socket.create_server((address, port), family=family, backlog=backlog)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or ports is None:
                 raise
     assert ports is not None
-    raise all_taken(address, ports)
+    raise no_free_port(address, ports)
 
 
-def shuffled(ports: range | None) -> list[int]:
+def shuffled_ports(ports: range | None) -> list[int]:
     """The ports of a range in an order in which two processes seldom want the same one; 0 where there is no range."""
     return [0] if ports is None else random.sample(ports, len(ports))
 
 
-def all_taken(address: str, ports: range) -> OSError:
+def no_free_port(address: str, ports: range) -> OSError:
     """The error of a range of ports that has none left."""
     text = f"all ports {ports[0]}-{ports[-1]} of {address} are taken; widen [network] member_ports"
     return OSError(errno.EADDRINUSE, text)

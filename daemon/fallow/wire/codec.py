@@ -71,7 +71,7 @@ class Decoder(Generic[T]):
         if len(data) > MAX_MESSAGE:
             raise Unreadable(f"message of {len(data)} bytes cannot be read: the limit is {MAX_MESSAGE}")
         if data[:1] == _COMPRESSED:
-            data = _expanded(data[1:])
+            data = _expand(data[1:])
         try:
             version, body = _frames.decode(data)
             if version in READABLE:
@@ -85,12 +85,12 @@ class Decoder(Generic[T]):
                 return message
         except _DAMAGES:
             pass
-        known = ", ".join(map(str, sorted(READABLE)))
-        text = f"message of version {version} cannot be read: this Fallow knows {known}. Update the older side"
+        versions = ", ".join(map(str, sorted(READABLE)))
+        text = f"message of version {version} cannot be read: this Fallow knows {versions}. Update the older side"
         raise Unreadable(text)
 
 
-def _expanded(data: bytes | memoryview) -> bytes:
+def _expand(data: bytes | memoryview) -> bytes:
     stream = zlib.decompressobj()
     try:
         expanded = stream.decompress(data, MAX_EXPANDED)

@@ -204,7 +204,7 @@ class _Stream(Generic[T]):
         self._received = bytearray()
         self._waiting: dict[Hashable, bytes] = {}
         "subject -> the newest message about it, encoded; the oldest is first"
-        self._begun = memoryview(b"")
+        self._partial_frame = memoryview(b"")
         "what is left of the frame that is written in part"
 
     def put(self, message: Wire) -> None:
@@ -219,17 +219,17 @@ class _Stream(Generic[T]):
 
     def write(self) -> bool:
         """Write what the socket takes. True: nothing waits."""
-        while self._begun or self._waiting:
-            if not self._begun:
+        while self._partial_frame or self._waiting:
+            if not self._partial_frame:
                 data = self._take_oldest()
-                self._begun = memoryview(_LENGTH.pack(len(data)) + data)
+                self._partial_frame = memoryview(_LENGTH.pack(len(data)) + data)
             try:
-                self._begun = self._begun[self.socket.send(self._begun, socket.MSG_NOSIGNAL) :]
+                self._partial_frame = self._partial_frame[self.socket.send(self._partial_frame, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
                 return False
             except OSError:
                 # The other side has ended: reading tells, once all that it had written is read.
-                self._begun, self._waiting = memoryview(b""), {}
+                self._partial_frame, self._waiting = memoryview(b""), {}
         return True
 
     def read(self) -> bool:

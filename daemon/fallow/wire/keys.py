@@ -61,11 +61,11 @@ class Authenticator:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        allowed: Callable[[str], bool],
-        refused: Callable[[str], None],
+        is_allowed: Callable[[str], bool],
+        on_refusal: Callable[[str], None],
     ) -> None:
-        self._allowed = allowed
-        self._refused = refused
+        self._is_allowed = is_allowed
+        self._on_refusal = on_refusal
         socket = context.socket(zmq.REP)
         socket.bind(_ENDPOINT)
         self._socket = AsyncSocket(socket)
@@ -82,9 +82,9 @@ class Authenticator:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         request_id = request[1] if len(request) > 1 else b""
         key = _key_in(request)
-        if key is not None and self._allowed(key):
+        if key is not None and self._is_allowed(key):
             return [_VERSION, request_id, b"200", b"OK", key.encode("ascii"), b""]
-        self._refused(key or "no key")
+        self._on_refusal(key or "no key")
         return [_VERSION, request_id, b"400", b"refused", b"", b""]
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol import FromAgent, Refused, ToAgent
+from fallow.core.protocol import AgentRefused, FromAgent, ToAgent
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile, KeyFile
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
@@ -59,7 +59,7 @@ class Link:
         self.connected = False
         "A handshake with the head has succeeded and the connection was not lost since."
         self._keys = keys
-        self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
+        self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=AgentRefused)
         self._on_message, self._on_connect = on_message, on_connect
         self._head_file_reader: threading.Thread | None = None
         self._redial_s = _REDIAL_S[0]

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol import FromAgent, Hello, Refused, ToAgent
+from fallow.core.protocol import AgentRefused, FromAgent, Hello, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.keys import DOMAIN, KEY_LENGTH, Authenticator, Outcome, new_keypair, probe
@@ -71,10 +71,10 @@ class RouterDown(FallowError):
 class Router:
     """ROUTER socket plus its authenticator. Lives in one asyncio loop; every method is called there."""
 
-    def __init__(self, public: str, secret: str, allowed: Callable[[str], bool]) -> None:
+    def __init__(self, public: str, secret: str, is_allowed: Callable[[str], bool]) -> None:
         """`allowed(key)` is asked at every handshake and every message, so revoking a key works at once."""
         self._public, self._secret = public, secret
-        self._allow = allowed
+        self._allow = is_allowed
         self._own_key: str | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._zap: Authenticator | None = None
@@ -89,7 +89,7 @@ class Router:
         self._last: tuple[Any, bytes, zmq.Frame | None] = None, b"", None
         "the message that was sent last: what all nodes are told is the same object"
         self.endpoint = ""
-        self.refused: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
         "What was refused or dropped, by reason; for metrics and tests."
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Router:
         host = _one_address(address)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 64)
-        self._zap = Authenticator(self._context, self._allowed, self._refuse_key)
+        self._zap = Authenticator(self._context, self._is_allowed, self._refuse_key)
         self._zap.task.add_done_callback(self._zap_ended)
         try:
             socket = self._context.socket(zmq.ROUTER)
@@ -151,9 +151,9 @@ class Router:
             self._own_key = None
         expected = [Outcome.ACCEPTED, Outcome.REFUSED, Outcome.REFUSED]
         if list(outcomes.values()) != expected:
-            found = ", ".join(f"{who}: {outcome}" for who, outcome in outcomes.items())
+            results = ", ".join(f"{who}: {outcome}" for who, outcome in outcomes.items())
             raise FallowError(
-                f"{self.endpoint}: authentication does not hold ({found}); the head will not listen. "
+                f"{self.endpoint}: authentication does not hold ({results}); the head will not listen. "
                 "Check the installed pyzmq (`fallow doctor`) and that nothing filters this port",
                 Exit.SOFTWARE,
             )
@@ -185,25 +185,25 @@ class Router:
 
     async def recv(self) -> tuple[str, FromAgent]:
         """The next valid message and who sent it. Raises `RouterDown` when the router is closed."""
-        while not (found := await self.received(1)):
+        while not (messages := await self.receive(1)):
             if wait_s := gathering_s(len(self._routes)):
                 await asyncio.sleep(wait_s)
             await self._open().readable(_RECHECK_S)
-        return found[0]
+        return messages[0]
 
-    async def received(self, most: int) -> list[tuple[str, FromAgent]]:
+    async def receive(self, most: int) -> list[tuple[str, FromAgent]]:
         """What lies there now, at most so many messages. It does not wait: the list may be empty.
 
         Raises:
             RouterDown: the router is closed.
         """
-        found: list[tuple[str, FromAgent]] = []
+        messages: list[tuple[str, FromAgent]] = []
         socket = self._open()
-        while len(found) < most and (frames := socket.receive()) is not None:
+        while len(messages) < most and (frames := socket.receive()) is not None:
             accepted = self._accept(frames)
             if accepted is not None:
-                found.append(accepted)
-        return found
+                messages.append(accepted)
+        return messages
 
     def _open(self) -> AsyncSocket:
         if self._down is not None or self._socket is None:
@@ -215,7 +215,7 @@ class Router:
             return self._reject("not one frame", frames[-1])
         route, frame = frames[0].bytes, frames[1]
         key = _user_id(frame)
-        if key is None or not self._allowed(key):
+        if key is None or not self._is_allowed(key):
             return self._reject("revoked key", frame)
         peer = self._peers.get(route)
         if peer is not None and key_of(peer) != key:
@@ -244,7 +244,7 @@ class Router:
             hello = self._hellos.decode(frame.buffer)
             who = f"the agent on {hello.host} (Fallow {hello.version})"
         words = f"the head does not understand the first message of {who}: {error}"
-        self._open().send([route, encode(Refused(code=Exit.CONFIG, message=words))])
+        self._open().send([route, encode(AgentRefused(code=Exit.CONFIG, message=words))])
 
     def _learn(self, peer: str, route: bytes) -> None:
         if self._peers.get(route) == peer:
@@ -285,15 +285,15 @@ class Router:
 
     def _encode(self, message: ToAgent) -> bytes | zmq.Frame:
         """A large message becomes a frame, which all connections share until each has sent it."""
-        known, raw, frame = self._last
-        if message is not known:
+        last_message, raw, frame = self._last
+        if message is not last_message:
             raw, frame = encode(message), None
         if frame is None and len(raw) >= LARGE:
             frame = zmq.Frame(raw, copy=False, track=True)
         self._last = message, raw, frame
         return raw if frame is None else frame
 
-    async def encrypted(self) -> bool:
+    async def wait_until_encrypted(self) -> bool:
         """Wait, not for long, until ZeroMQ's thread has encrypted the large messages that were sent.
 
         Until then each connection may hold a copy of its own. Call it again and again between sends to many peers.
@@ -323,7 +323,7 @@ class Router:
 
     # -- refusals -------------------------------------------------------------------------------------------
 
-    def _allowed(self, key: str) -> bool:
+    def _is_allowed(self, key: str) -> bool:
         return key == self._own_key or self._allow(key)
 
     def _refuse_key(self, key: str) -> None:
@@ -336,11 +336,11 @@ class Router:
 
     def _note(self, reason: str, key: str) -> None:
         # One line per packet would let a stranger fill the disk.
-        self.refused[reason] += 1
+        self.refusals[reason] += 1
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _LOG_EVERY_S
-            log.warning("refused: %s (%s); so far: %s", reason, key, dict(self.refused))
+            log.warning("refused: %s (%s); so far: %s", reason, key, dict(self.refusals))
 
 
 def _user_id(frame: zmq.Frame) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from command_line import Fallow, write_command
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.files import Paths, read_struct
-from fallow.model import Exit, FallowError, Prospect, WouldAsk
+from fallow.model import Estimate, Exit, FallowError, WouldAsk
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
 
@@ -41,7 +41,7 @@ elif mode == "hang":
 """
 
 
-PROSPECT = Prospect(
+ESTIMATE = Estimate(
     polled_at=0.0,
     idle_nodes=5,
     asks=[WouldAsk(partition="scavenge", minutes=60, nodes=1), WouldAsk(partition="scavenge", minutes=120, nodes=3)],
@@ -71,7 +71,7 @@ class Site:
             raise self.head_error[method]
         if method == "test_harvest":
             return self.refusal
-        answers = {"create_run": NewRun(run="r1", token="r1.0", folder="/f", key_file="/k"), "prospect": PROSPECT}
+        answers = {"create_run": NewRun(run="r1", token="r1.0", folder="/f", key_file="/k"), "estimate": ESTIMATE}
         return answers.get(method)
 
     @property
@@ -202,7 +202,7 @@ def test_wrap_and_standard_input(site: Site, fallow: Fallow, monkeypatch: pytest
 def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither head nor Slurm: what would be submitted is shown all the same.
     monkeypatch.setenv("PATH", "/nowhere")
-    site.head_error["prospect"] = FallowError("no head", Exit.UNAVAILABLE)
+    site.head_error["estimate"] = FallowError("no head", Exit.UNAVAILABLE)
     done = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh", "a b")
     assert done.code == 0
     for text in (
@@ -215,7 +215,7 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
     ):
         assert text in done.out
     assert done.out.count("#SBATCH -A acc") == 1
-    assert site.methods == ["prospect"]
+    assert site.methods == ["estimate"]
 
 
 def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
@@ -223,7 +223,7 @@ def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     assert (shown["base"][0], shown["base"][-1]) == ("sbatch", "--json"), "the script's own"
     assert "--json" not in shown["base"][:-1]
     assert "2099-01-31T12:00:00" in shown["start"]["says"]
-    assert shown["prospect"]["nodes"] == 7
+    assert shown["estimate"]["nodes"] == 7
     site.sbatch_does("refuse")
     done = fallow("submit", "--dry-run", "--json", "job.sh")
     assert (done.code, done.json["start"]["refused"]) == (1, True)

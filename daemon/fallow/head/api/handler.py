@@ -23,11 +23,11 @@ from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book
 from fallow.model import (
+    Estimate,
     EventRecord,
     Exit,
     FallowError,
     HeadView,
-    Prospect,
     RunReport,
     RunSpec,
     Snapshot,
@@ -105,8 +105,8 @@ class ControlHandler:
     async def test_harvest(self, run: Name) -> str:
         return await self._calls.test(self._book.get(run))
 
-    async def prospect(self, spec: RunSpec) -> Prospect:
-        return self._harvest.prospect(self._book, spec)
+    async def estimate(self, spec: RunSpec) -> Estimate:
+        return self._harvest.estimate(self._book, spec)
 
     async def report(self, run: Name) -> RunReport:
         found, count = report_of(self._book, self._book.get(run))
@@ -167,7 +167,7 @@ class ControlHandler:
         )
 
 
-READING = ("status", "events", "report", "test_harvest", "usage", "prospect")
+READING = ("status", "events", "report", "test_harvest", "usage", "estimate")
 """Methods that change nothing."""
 
 

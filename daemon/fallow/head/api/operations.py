@@ -16,7 +16,7 @@ from fallow.head.slurm.harvest import Harvest, give_all_back
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Prose
-from fallow.text import counted, shown
+from fallow.text import counted, quote
 
 
 class Operations:
@@ -62,7 +62,7 @@ class Operations:
         """A node of `fallow local`. Nodes get their numbers now: the first that is asked for is n0, the next n1."""
         found = self._active(run)
         if not found.spec.local:
-            raise FallowError(f"run {shown(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
+            raise FallowError(f"run {quote(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
         unused = [a for a in found.live_allocations() if not a.reserved and not a.agents]
         allocation = (
             unused[0]

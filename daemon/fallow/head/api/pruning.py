@@ -23,7 +23,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
 from fallow.model import Exit, FallowError, RunReport, SampleReport
 from fallow.model.bounds import Count, Few, Name, Seconds
-from fallow.text import shown
+from fallow.text import quote
 
 log = structlog.get_logger("fallow.head")
 
@@ -93,15 +93,15 @@ class Pruning:
         run = book.get(name, by_name=True)
         if not run.ended:
             raise FallowError(
-                f"run {shown(run.id)} is {run.root.status}; only a run that has ended is pruned: "
+                f"run {quote(run.id)} is {run.root.status}; only a run that has ended is pruned: "
                 f"fallow cancel {run.id} ends it",
                 Exit.USAGE,
             )
         if not _is_over(run):
-            raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
+            raise FallowError(f"run {quote(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
         if not checkpoints and _prepare_look(book, run, keeps_report=False)() is None:
             raise FallowError(
-                f"run {shown(run.id)}: its checkpoint folder {book.checkpoint_folder(run)} cannot be looked into; make "
+                f"run {quote(run.id)}: its checkpoint folder {book.checkpoint_folder(run)} cannot be looked into; make "
                 "it readable, or give the checkpoints up with --checkpoints",
                 Exit.TEMPFAIL,
             )

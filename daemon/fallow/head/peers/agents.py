@@ -8,17 +8,17 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Gather, Report
 from fallow.core.membership.names import member_name
 from fallow.core.protocol import (
+    AgentLeft,
+    AgentRefused,
     Beat,
+    BeatReply,
     EndAgent,
     Ended,
     EndNoted,
     FromAgent,
     Hello,
     Introduce,
-    Left,
-    News,
     Progress,
-    Refused,
     Setup,
 )
 from fallow.head.loop.turn import Turn, agent_peer, why_ended
@@ -63,7 +63,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         return
     if allocation.live:
         _see(turn, run, allocation, host, at)
-    elif not isinstance(message, Left):
+    elif not isinstance(message, AgentLeft):
         # The head has given it up. What it was told to end with still holds.
         _end(turn, run, allocation, peer, why_ended(run, allocation))
     match message:
@@ -72,7 +72,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         case Ended():
             _ended(turn, run, allocation, host, message, at)
             turn.messages.append((peer, EndNoted(node=message.node, boot=message.boot)))
-        case Left():
+        case AgentLeft():
             allocation.left_at = turn.now
             turn.dirty.add(run.id)
             agent_gone(turn, run, allocation, host, _left_with(message.code))
@@ -164,7 +164,7 @@ def _turn_away(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: H
         return
     allocation.told_to_end = True
     turn.dirty.add(run.id)
-    turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
+    turn.messages.append((peer, AgentRefused(code=Exit.NO_RESTART, message=problem)))
 
 
 def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
@@ -241,11 +241,11 @@ def _report(
     throughput.heard(turn, run, known.id)
 
 
-def _news(turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
+def _news(turn: Turn, run: Run, allocation: Allocation, host: str) -> BeatReply:
     agent = allocation.agents[host]
     usable = run.roster.checkpoints.usable()
     epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
-    return News(
+    return BeatReply(
         term=turn.book.term,
         boot=agent.boot,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,

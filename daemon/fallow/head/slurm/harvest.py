@@ -39,12 +39,12 @@ from fallow.model import (
     AllocationKind,
     ClusterConfig,
     ClusterState,
+    Estimate,
     Exit,
     FallowError,
     JobRequest,
     OwnerView,
     PartitionInfo,
-    Prospect,
     RunSpec,
 )
 from fallow.slurm.parse import folded, nodes
@@ -373,7 +373,7 @@ class Harvest:
             minutes=max(rules.min_minutes, run.spec.min_harvest_minutes),
         )
 
-    def prospect(self, book: Book, spec: RunSpec) -> Prospect:
+    def estimate(self, book: Book, spec: RunSpec) -> Estimate:
         """What a run would find that does not exist yet.
 
         Raises:

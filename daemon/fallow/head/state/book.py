@@ -42,7 +42,7 @@ from fallow.model import (
     MemberPhase,
     RunSpec,
 )
-from fallow.text import shown
+from fallow.text import quote
 from fallow.wire.keys import new_keypair
 
 ABSENCE_S = 5.0
@@ -340,9 +340,9 @@ class Book:
             return found[0]
         if found:
             ids = ", ".join(sorted(each.id for each in found))
-            raise FallowError(f"run {shown(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
+            raise FallowError(f"run {quote(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
         what = "no run has this very name" if by_name else "no such run"
-        raise FallowError(f"run {shown(run)}: {what}; `fallow status` lists them", Exit.NOINPUT)
+        raise FallowError(f"run {quote(run)}: {what}; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         """Take in a run; `at`: now, on the head's clock."""

@@ -2,7 +2,7 @@
 
 import time
 
-from fallow.core.protocol import News
+from fallow.core.protocol import BeatReply
 
 HEAD_SILENT_S = 5.0
 """A head that has said nothing for so long will not release this worker in time."""
@@ -18,7 +18,7 @@ class HeadNews:
     """
 
     def __init__(self) -> None:
-        self.newest = News(term=0)
+        self.newest = BeatReply(term=0)
         self.is_known = False
         self.checkpoint_due_at: float | None = None
         self._heard_at = time.monotonic()
@@ -27,7 +27,7 @@ class HeadNews:
         self._checkpoints_made = 0
         "of those that somebody has asked for by hand"
 
-    def take(self, news: News) -> None:
+    def take(self, news: BeatReply) -> None:
         """Take what the head says; a head that was replaced does not count."""
         if self.is_known and news.term < self.newest.term:
             return

@@ -11,7 +11,7 @@ import torch
 
 import builders
 from fallow.core.membership.messages import Checkpoint, Order, Problem
-from fallow.core.protocol import News, Setup
+from fallow.core.protocol import BeatReply, Setup
 from fallow.core.training.saving import Saving
 from fallow.worker.checkpoint import writer as writing
 from fallow.worker.checkpoint.saver import Saver
@@ -35,7 +35,7 @@ class Session:
 
     def hear(self, silent_s: float = 0.0, **news: Any) -> None:
         """The head says how the run stands, and then nothing for `silent_s`."""
-        self.news.take(News(term=1, **news))
+        self.news.take(BeatReply(term=1, **news))
         self.news.hear(silent_s)
 
     def say(self, saved: Checkpoint | None = None, unsaved: Problem | None = None) -> None:

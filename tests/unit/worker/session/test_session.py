@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
-from fallow.core.protocol import News
+from fallow.core.protocol import BeatReply
 from fallow.model import Doing, Exit, FallowError
 from fallow.worker.session.news import HEAD_SILENT_S
 from fallow.worker.session.orders import Answered, Dismissed, OthersEnded, exit_code
@@ -119,7 +119,7 @@ def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_
     news = agent.session.news
     agent.silent(HEAD_SILENT_S + 1.0)
     assert not news.leaves_alone(30.0), "its node stays"
-    agent.say(News(term=1, ends_in_s=25.0))
+    agent.say(BeatReply(term=1, ends_in_s=25.0))
     assert news.leaves_alone(30.0)
     assert not news.leaves_alone(10.0), "there is time"
     news.warn()
@@ -130,12 +130,12 @@ def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_
 
 def test_a_head_that_was_replaced_says_nothing_any_more() -> None:
     agent = Agent()
-    agent.say(News(term=3, joins=True, reached=(1, 7), checkpoint_in_s=60.0))
-    agent.say(News(term=2))
+    agent.say(BeatReply(term=3, joins=True, reached=(1, 7), checkpoint_in_s=60.0))
+    agent.say(BeatReply(term=2))
     assert (agent.session.news.newest.joins, agent.session.news.newest.reached) == (True, (1, 7))
     due_at = agent.session.news.checkpoint_due_at
     assert 50.0 < due_at - time.monotonic() <= 60.0
-    agent.say(News(term=3, joins=False))
+    agent.say(BeatReply(term=3, joins=False))
     assert not agent.session.news.newest.joins
     assert agent.session.news.checkpoint_due_at == due_at, "not known is no news"
 
