@@ -137,7 +137,7 @@ async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_
         assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
 
 
-@pytest.mark.parametrize(("how", "code", "found"), [("left=2", 0, 0), ("finish=FINISHED", 5, 5)])
+@pytest.mark.parametrize(("how", "code", "found"), [("passed_boundary=2", 0, 0), ("finish=FINISHED", 5, 5)])
 async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_failure_counts_for_more(
     tmp_path: Path, how: str, code: int, found: int
 ) -> None:
@@ -203,7 +203,7 @@ def inherits() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("last_words", "code", "number"),
     [
-        ("say(left=2); sys.exit(0)", 0, None),
+        ("say(passed_boundary=2); sys.exit(0)", 0, None),
         (f"{FINISH} sys.exit(3)", 3, None),
         (f"{FINISH} os.kill(os.getpid(), signal.SIGSEGV)", None, signal.SIGSEGV),
         ("", None, signal.SIGKILL),

@@ -1,4 +1,4 @@
-"""The asking end of the control socket."""
+"""Client of the control socket: how the command line asks the head."""
 
 import asyncio
 import os
@@ -20,13 +20,17 @@ TIMEOUT_S = 30.0
 CONNECT_S = 5.0
 WATCH_S = 0.5
 RECENT_EVENTS, MOST_EVENTS = 200, 10_000
-"Of the past, and at once."
+"Maximum number of past events that `watch` yields, and of events in one request."
 
 START_ADVICE = "start one with: fallow daemon"
 
 
 def find_head(head_file: Path) -> HeadFile:
-    """Reads `head.json`; says which head is meant when it cannot be the one to ask from here."""
+    """Read `head.json`.
+
+    Raises:
+        FallowError: no head runs, or it runs on another host.
+    """
     try:
         head = read_struct(head_file, HeadFile)
     except FileNotFoundError:
@@ -43,7 +47,7 @@ def find_head(head_file: Path) -> HeadFile:
 
 
 class ControlClient:
-    """One connection to a head. Use `connect`; close with `aclose` or as an async context manager."""
+    """One connection to a head. Create it with `connect`; close it with `aclose` or as an async context manager."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -51,7 +55,7 @@ class ControlClient:
 
     @classmethod
     async def connect(cls, head_file: Path) -> "ControlClient":
-        """Connects to the head that `head_file` (`Paths.head_file`) names."""
+        """Connect to the head that `head_file` (`Paths.head_file`) names."""
         head = find_head(head_file)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -83,13 +87,13 @@ class ControlClient:
     @overload
     async def call(self, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
     async def call(self, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
-        """Asks once and waits for the answer, decoded as `type_`. Raises the head's FallowError."""
+        """Send one request and return the answer, decoded as `type_`. Raises the head's FallowError."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ask(method, params)
                 answer = await self._read()
         except TimeoutError:
-            self._writer.transport.abort()  # a late answer would be taken for that to the next request
+            self._writer.transport.abort()  # a late answer would be taken for the answer to the next request
             raise FallowError(
                 f"the head did not answer {method} within {timeout_s:g} s; it may still carry it out",
                 Exit.TEMPFAIL,
@@ -107,9 +111,9 @@ class ControlClient:
             ) from error
 
     async def watch(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """How the head stands, twice a second, and its events: some of the past, then all that come.
+        """Yield the head's state twice a second, and its events: recent ones first, then all new ones.
 
-        After each snapshot come the events up to its `last_event`. While the store is away none are asked for.
+        Each snapshot is followed by the events up to its `last_event`, except while the store is unavailable.
         """
         last_seq, limit = 0, RECENT_EVENTS
         while True:
@@ -145,7 +149,7 @@ class ControlClient:
             self._writer.write(line)
             await self._writer.drain()
         except ConnectionError:
-            # The head may have said why before it closed: the answer is read all the same.
+            # The head may have sent a reason before it closed, so the caller still reads the answer.
             return
 
     async def _read(self) -> Answer | None:
@@ -166,7 +170,7 @@ def call(head_file: Path, method: str, *, timeout_s: float = TIMEOUT_S, **params
 @overload
 def call(head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
 def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
-    """One request from code without an event loop: connect, ask, close."""
+    """Connect, send one request, and close. For code without an event loop."""
 
     async def ask() -> Any:
         async with await ControlClient.connect(head_file) as client:
