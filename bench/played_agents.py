@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fallow import __version__
 from fallow.core.membership.messages import Contract, Gather, Gathered, Order, Report, Switch, Wire
-from fallow.core.protocol import Admitted, Beat, Ended, Hello, News, Progress, Setup, ToAgent
+from fallow.core.protocol import Admitted, Beat, BeatReply, Ended, Hello, Progress, Setup, ToAgent
 from fallow.files import read_struct
 from fallow.model import HeadFile, KeyFile
 from fallow.wire.codec import Decoder, encode
@@ -160,7 +160,7 @@ class Node:
                 kind, plan = "gathers", self._order.plan
                 if plan is not None and plan.generation == message.generation > self._last_report.prepared:
                     self._report(prepared=message.generation)
-            case News():
+            case BeatReply():
                 kind = "heartbeats"
         self._players.sent_bytes[kind] += len(data)
 

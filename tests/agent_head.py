@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import builders
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol import Admitted, Beat, EndAgent, Ended, EndNoted, Hello, News, Progress
+from fallow.core.protocol import Admitted, Beat, BeatReply, EndAgent, Ended, EndNoted, Hello, Progress
 from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, KeyFile
 from fallow.wire.keys import new_keypair
@@ -52,7 +52,7 @@ while (message := inbox.get()) != "":
     if isinstance(message, Order):
         exec(message.noted)
         say(term=message.term, edition=message.edition)
-    elif isinstance(message, News):
+    elif isinstance(message, BeatReply):
         news = message
 """
 
@@ -115,7 +115,7 @@ class Head:
                 self.heard.append(message)
                 if isinstance(message, Beat):
                     self.progress = self.progress if message.brief else message.progress
-                    self.router.send(self.peer, News(term=self.term))
+                    self.router.send(self.peer, BeatReply(term=self.term))
                 if isinstance(message, kind) and where(message):
                     return message
 

@@ -8,7 +8,7 @@ from typing import Any
 import builders
 from fallow.core.membership.messages import End, Order, Peer, Plan
 from fallow.core.membership.roster import check_of
-from fallow.core.protocol import FromWorker, Heard, News, Start, Status, ToWorker
+from fallow.core.protocol import BeatReply, FromWorker, HeadSilence, Start, Status, ToWorker
 from fallow.worker.session.session import Session
 
 DEADLINE_S = 60.0
@@ -49,7 +49,7 @@ class Agent:
         setup = builders.setup(beat_s=beat_s, patience_s=patience_s)
         name = f"n{node - 1}" if slots == 1 else f"n{node - 1}.{slot}"
         self.say(Start(worker=name, node=node, slot=slot, slots=slots, address="127.0.0.1", setup=setup))
-        self.say(News(term=1))
+        self.say(BeatReply(term=1))
         self.session.open()
 
     def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> "Agent":
@@ -87,7 +87,7 @@ class Agent:
 
     def silent(self, silent_s: float) -> None:
         """The head is."""
-        self.say(Heard(silent_s=silent_s))
+        self.say(HeadSilence(silent_s=silent_s))
 
     @property
     def status(self) -> Status:

@@ -12,7 +12,7 @@ import torch
 import builders
 from fallow.core.membership.failures import Stranger
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
-from fallow.core.protocol import News, Setup
+from fallow.core.protocol import BeatReply, Setup
 from fallow.core.training.audit import audit
 from fallow.model import SampleReport
 from fallow.worker.api.run import Run

@@ -8,7 +8,7 @@ import msgspec
 import runs
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
+from fallow.core.protocol import Admitted, AgentLeft, Beat, BeatReply, Ended, FromAgent, Hello, Progress, ToAgent
 from fallow.head import deadlines
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers import agents
@@ -130,9 +130,9 @@ class Played:
         return message
 
     @property
-    def news(self) -> News:
+    def news(self) -> BeatReply:
         """The answer to its last heartbeat."""
-        return self.only(News)
+        return self.only(BeatReply)
 
     def say(self, message: FromAgent) -> "Played":
         """Any message."""
@@ -174,7 +174,7 @@ class Played:
 
     def leave(self, code: int = 0) -> "Played":
         """It ends."""
-        return self.say(Left(code=code))
+        return self.say(AgentLeft(code=code))
 
 
 def settle(run: Run, *played: Played, step: int = 0) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from fallow.processes import living
+from fallow.processes import find_process
 
 T = TypeVar("T")
 
@@ -39,4 +39,4 @@ async def until(condition: Callable[[], T], what: str = "it comes true", seconds
 
 def gone(pid: int) -> bool:
     """That process has ended; a zombie that nobody waits for counts."""
-    return living(pid) is None
+    return find_process(pid) is None

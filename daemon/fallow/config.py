@@ -225,9 +225,9 @@ def config_home(environ: Mapping[str, str] = os.environ) -> Path:
 def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYSTEM_FILE) -> Config:
     """Reads all sources. Raises FallowError (CONFIG) naming file, key and the nearest known key."""
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    named = bool(environ.get("FALLOW_CONFIG"))
-    for path, needed in ((system_file, False), (user_file(environ), named)):
-        for section, values in _read(path, needed).items():
+    is_named = bool(environ.get("FALLOW_CONFIG"))
+    for path, must_exist in ((system_file, False), (user_file(environ), is_named)):
+        for section, values in _read(path, must_exist).items():
             if section == "site" and path != system_file:
                 raise _not_yours(str(path), system_file)
             merged[section] |= values
@@ -253,21 +253,21 @@ _MAXIMA = {
 """Section -> keys for which `[site]` may have a maximum."""
 
 
-def _within(config: Config, given: Mapping[str, Mapping[str, Any]], system_file: Path) -> Config:
+def _within(config: Config, explicit_values: Mapping[str, Mapping[str, Any]], system_file: Path) -> Config:
     """The configuration within the site's maxima. Args: given: what the sources say, by section and key."""
     cut: list[str] = []
 
-    def least(section: str, key: str, wanted: float | None, most: float | None, explicit: bool) -> float | None:
-        if most is None or (wanted is not None and wanted <= most):
-            return wanted
-        if explicit and wanted is not None:
-            cut.append(f"[{section}] {key} = {wanted:g} is cut to {most:g}, by [site] {key} in {system_file}")
+    def least(section: str, key: str, value: float | None, most: float | None, explicit: bool) -> float | None:
+        if most is None or (value is not None and value <= most):
+            return value
+        if explicit and value is not None:
+            cut.append(f"[{section}] {key} = {value:g} is cut to {most:g}, by [site] {key} in {system_file}")
         return most
 
     site, changed = config.site, {}
     for section, keys in _MAXIMA.items():
-        own, said = getattr(config, section), given[section]
-        values = {key: least(section, key, getattr(own, key), getattr(site, key), key in said) for key in keys}
+        own, explicit_keys = getattr(config, section), explicit_values[section]
+        values = {key: least(section, key, getattr(own, key), getattr(site, key), key in explicit_keys) for key in keys}
         changed[section] = msgspec.structs.replace(own, **values)
     harvest = config.harvest
     nodes = {
@@ -278,11 +278,11 @@ def _within(config: Config, given: Mapping[str, Mapping[str, Any]], system_file:
     return msgspec.structs.replace(config, **changed, cut=tuple(cut))
 
 
-def _read(path: Path, needed: bool) -> dict[str, dict[str, Any]]:
+def _read(path: Path, must_exist: bool) -> dict[str, dict[str, Any]]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if needed:
+        if must_exist:
             raise FallowError(f"{path}: no such file (FALLOW_CONFIG names it)", Exit.CONFIG) from None
         return {}
     except NotADirectoryError:
@@ -302,7 +302,7 @@ def _read(path: Path, needed: bool) -> dict[str, dict[str, Any]]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """`FALLOW_HARVEST__NICE=0`; lists with commas, prices as `PARTITION=PRICE`, an empty value for none."""
-    found: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for variable, text in environ.items():
         if not variable.startswith("FALLOW_") or "__" not in variable:
             continue
@@ -317,16 +317,16 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
             value = {name.strip(): number.strip() for name, _, number in pairs}
         elif not text:
             value = None
-        found.setdefault(section, {})[key] = _check(variable, section, {key: value}, strict=False)[key]
-    return found
+        sections.setdefault(section, {})[key] = _check(variable, section, {key: value}, strict=False)[key]
+    return sections
 
 
 def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> dict[str, Any]:
     """Checked values of one section, converted from text where not `strict`."""
-    known = SECTIONS[section].__struct_fields__
+    known_keys = SECTIONS[section].__struct_fields__
     for key in values:
-        if key not in known:
-            raise _unknown(origin, f"[{section}] {key}", key, known)
+        if key not in known_keys:
+            raise _unknown(origin, f"[{section}] {key}", key, known_keys)
     try:
         checked = msgspec.convert(values, SECTIONS[section], strict=strict)
     except msgspec.ValidationError as error:
@@ -370,7 +370,7 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _unknown(origin: str, shown: str, name: str, known: Any) -> FallowError:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    return FallowError(f"{origin}: {shown} is not known; {advice}", Exit.CONFIG)
+def _unknown(origin: str, label: str, name: str, known_names: Any) -> FallowError:
+    near = difflib.get_close_matches(name, list(known_names), n=1)
+    advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known_names)}"
+    return FallowError(f"{origin}: {label} is not known; {advice}", Exit.CONFIG)

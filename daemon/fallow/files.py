@@ -123,11 +123,11 @@ class Paths:
     def default(cls, environ: Mapping[str, str] = os.environ) -> "Paths":
         """The paths that the environment asks for. Makes nothing; call `create` before use."""
         base = base_folder(environ, "XDG_STATE_HOME") or Path("~/.local/state")
-        given = Path(environ.get("FALLOW_STATE_DIR") or base / "fallow")
+        folder = Path(environ.get("FALLOW_STATE_DIR") or base / "fallow")
         try:
-            state = given.expanduser().absolute()
+            state = folder.expanduser().absolute()
         except RuntimeError as error:
-            text = f"{given}: that home folder is not known; set FALLOW_STATE_DIR to a path that begins with /"
+            text = f"{folder}: that home folder is not known; set FALLOW_STATE_DIR to a path that begins with /"
             raise FallowError(text, Exit.CONFIG) from error
         return cls(state=state, runtime=_default_runtime(state, environ))
 
@@ -383,21 +383,21 @@ def shipped(kind: str) -> Path:
 def network_filesystem(path: Path, mounts: str = "/proc/self/mountinfo") -> str | None:
     """Type of the network file system that holds `path` (nfs4, lustre, ...); None when local or unknown."""
     target = os.path.realpath(path)
-    best, found = "", ""
+    best, fs_type = "", ""
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as file:
             lines = file.readlines()
     except OSError:
         return None
     for line in lines:
-        left, _, right = line.partition(" - ")
-        fields, kinds = left.split(), right.split()
+        mount, _, right = line.partition(" - ")
+        fields, kinds = mount.split(), right.split()
         if len(fields) < 5 or not kinds:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         inside = target == point or target.startswith(point.rstrip("/") + "/")
         # Not shorter: of two mounts on one point the later one is on top.
         if inside and len(point) >= len(best):
-            best, found = point, kinds[0]
-    name = found.removeprefix("fuse.")
-    return found if found in _NETWORK_TYPES or (name != found and name in _NETWORK_FUSE) else None
+            best, fs_type = point, kinds[0]
+    name = fs_type.removeprefix("fuse.")
+    return fs_type if fs_type in _NETWORK_TYPES or (name != fs_type and name in _NETWORK_FUSE) else None

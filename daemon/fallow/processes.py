@@ -20,13 +20,13 @@ class Process(NamedTuple):
     "in clock ticks. With the process id it names one process for good: ids are used again"
 
 
-def living(pid: int, proc: Path = Path("/proc")) -> Process | None:
+def find_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
     """The process with that id; None: there is none, or it has ended and its parent has not asked for its end."""
     try:
         text = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     # The name may hold spaces and parentheses; what follows it begins behind the last one.
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    state, parent, *fields = rest.split()
+    name, _, stat_fields = text.partition("(")[2].rpartition(")")
+    state, parent, *fields = stat_fields.split()
     return None if state in "ZX" else Process(name, state, int(parent), fields[_STARTED - 2])

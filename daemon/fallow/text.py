@@ -51,8 +51,8 @@ def clean_output(text: str, limit: int = MAX_SHOWN) -> str:
 
 def tail(lines: Iterable[str], count: int, limit: int = MAX_SHOWN) -> str:
     """The last `count` lines of a program's output, each clean; of more than `limit` characters the end is kept."""
-    kept = [clean(clean_output(line)) for line in lines][-count:]
-    text = "\n".join(kept)
+    last_lines = [clean(clean_output(line)) for line in lines][-count:]
+    text = "\n".join(last_lines)
     return text if len(text) <= limit else "…" + text[-(limit - 1) :]
 
 
@@ -69,7 +69,7 @@ def harmless_json(text: str, encoding: str = "utf-8") -> str:
     return spelled
 
 
-def shown(name: str) -> str:
+def quote(name: str) -> str:
     """A name that somebody typed, on one line: as it is, or escaped and quoted where not all of it can be seen."""
     return name if name.isprintable() else ascii(name)
 

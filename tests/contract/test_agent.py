@@ -19,17 +19,17 @@ from agent_head import DEADLINE_S, PUPPET, WAIT, Head
 from fallow.core.membership.messages import End
 from fallow.core.protocol import (
     Admitted,
+    AgentLeft,
+    AgentRefused,
     Beat,
     EndAgent,
     Ended,
     EndNoted,
     Hello,
     Introduce,
-    Left,
-    Refused,
 )
 from fallow.files import read_struct, write_struct
-from fallow.model import HIDDEN, SHOWN, Exit, HeadFile
+from fallow.model import HIDE_MARK, SHOW_MARK, Exit, HeadFile
 from fallow.wire.router import agent_of, key_of
 from waiting import gone, until
 
@@ -56,7 +56,7 @@ async def test_hello_start_end_and_the_agents_own_end(head: Head) -> None:
     assert (await head.hear(Beat)).report is None, "none is there to report of"
     head.send(EndNoted(node=1, boot=1))
     head.send(EndAgent(term=1, code=93, reason="test"))
-    assert (await head.hear(Left)).code == 93
+    assert (await head.hear(AgentLeft)).code == 93
     code, out, _ = await head.ended()
     assert code == 93
     assert out == "", "not shown, not copied"
@@ -131,8 +131,8 @@ async def test_output_of_the_main_nodes_first_worker_is_shown_as_long_as_it_does
     await head.obeyed(head.order(is_main=True, noted=words))
     for text in ("loud\n", "worker 0\n"):
         await head.printed("n0.0", text)
-    await head.obeyed(head.order(is_main=True, noted=f"if slot == 0: os.write(1, {HIDDEN!r} + b'hidden')"))
-    await head.obeyed(head.order(noted=f"if slot == 0: os.write(1, {SHOWN!r} + b'shown')"))
+    await head.obeyed(head.order(is_main=True, noted=f"if slot == 0: os.write(1, {HIDE_MARK!r} + b'hidden')"))
+    await head.obeyed(head.order(noted=f"if slot == 0: os.write(1, {SHOW_MARK!r} + b'shown')"))
     assert await head.finish() == (0, "worker 0\nshown", "loud\n")
     assert b"hidden" in head.run.log("n0.0").read_bytes()
     assert b"worker 1" in head.run.log("n0.1").read_bytes()
@@ -218,7 +218,7 @@ async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
 async def test_a_refused_agent_ends(head: Head) -> None:
     await head.launch(WAIT)
     await head.hear(Hello)
-    head.send(Refused(code=93, message="not \x1b[31mwanted"))
+    head.send(AgentRefused(code=93, message="not \x1b[31mwanted"))
     code, _, err = await head.ended()
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
 

@@ -24,7 +24,7 @@ from fallow.agent.merge import merge_report
 from fallow.agent.process import inherit_orphans
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Fault, Gather, Order
-from fallow.core.protocol import Ended, News
+from fallow.core.protocol import BeatReply, Ended
 from fallow.files import RunPaths
 from fallow.model import STACK_SIGNAL
 from waiting import gone, until
@@ -48,7 +48,7 @@ class Rig:
             3,
             builders.setup(self.paths.root),
             launch,
-            News(term=1, step=7),
+            BeatReply(term=1, step=7),
             Order(node=3, term=1, edition=1, noted=told) if told else None,
             on_change=self._change,
             on_gather=self.gathers.append,

@@ -22,7 +22,7 @@ from extremes import full, least, struct_info
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Finish, Unreadable, Wire
 from fallow.core.membership.records import Root
-from fallow.core.protocol import FromAgent, FromWorker, Hello, Refused, ToAgent, ToWorker
+from fallow.core.protocol import AgentRefused, FromAgent, FromWorker, Hello, ToAgent, ToWorker
 from fallow.wire.codec import Decoder, encode
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
@@ -41,6 +41,8 @@ DIRECTIONS: dict[str, Any] = {
     "worker to agent": FromWorker,
     "agent to worker": ToWorker,
 }
+FORMER_NAMES = {"AgentLeft": "Left", "AgentRefused": "Refused", "BeatReply": "News", "HeadSilence": "Heard"}
+"""Class of a message -> the name that the file has for it."""
 MESSAGES = [(way, kind) for way, union in DIRECTIONS.items() for kind in get_args(union)]
 
 
@@ -64,7 +66,8 @@ def of_today() -> Iterator[tuple[str, bytes, Any]]:
     for way, kind in MESSAGES:
         for shape in (full, least):
             message = shape(kind)
-            yield f"{way}: {kind.__name__} ({shape.__name__})", encode(message), message
+            name = FORMER_NAMES.get(kind.__name__, kind.__name__)
+            yield f"{way}: {name} ({shape.__name__})", encode(message), message
     for kind in sorted(records.SCHEMAS, key=lambda kind: kind.__name__):
         for shape in (full, least):
             record = shape(kind)
@@ -210,10 +213,10 @@ def test_a_message_may_have_more_fields_and_may_not_lack_one(way: str, kind: typ
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 2**60])
 def test_another_version_is_refused_in_words_except_for_what_all_versions_share(version: int) -> None:
     """An agent has to learn that it is refused, and the head whom it refuses."""
-    refused, hello = (msgspec.msgpack.encode((version, full(kind))) for kind in (Refused, Hello))
-    assert Decoder[Any](ToAgent, always=Refused).decode(refused) == full(Refused)
+    refused, hello = (msgspec.msgpack.encode((version, full(kind))) for kind in (AgentRefused, Hello))
+    assert Decoder[Any](ToAgent, always=AgentRefused).decode(refused) == full(AgentRefused)
     assert Decoder[Any](Hello, always=Hello).decode(hello) == full(Hello)
-    for decoder in (Decoder[Any](FromAgent), Decoder[Any](ToAgent, always=Refused)):
+    for decoder in (Decoder[Any](FromAgent), Decoder[Any](ToAgent, always=AgentRefused)):
         with pytest.raises(Unreadable, match=f"version {version} cannot be read: this Fallow knows {VERSION}. Update"):
             decoder.decode(hello)
 

@@ -75,7 +75,7 @@ async def test_extremes_of_each_parameter_are_refused_and_the_head_goes_on(tmp_p
             target = await head.create("target")
             for params in cases(METHODS[method], usual(method, target.run), WRONG):
                 await refused_or_done(head.control, method, params)
-            if method in ("create_run", "prospect"):
+            if method in ("create_run", "estimate"):
                 for spec in cases(RunSpec, SPEC, WRONG):
                     code = await refused_or_done(head.control, method, {"spec": spec})
                     assert code in (None, Exit.USAGE, Exit.SOFTWARE, Exit.TEMPFAIL)

@@ -25,7 +25,7 @@ from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
-from fallow.core.protocol import FromWorker, Heard, News, Part, Start, Status, ToWorker
+from fallow.core.protocol import BeatReply, FromWorker, HeadSilence, Part, Start, Status, ToWorker
 from fallow.model import RunStatus
 from fallow.worker.session.session import Session
 from fallow.worker.torchrun.backend import Handler
@@ -91,7 +91,7 @@ class Head:
     def _take(self, agent: "Agent", said: Report | Gather) -> None:
         if isinstance(said, Report):
             self._apply(ev.Reported(at=time.monotonic(), host=agent.host, report=said))
-            agent.hear(Heard(silent_s=0.0))
+            agent.hear(HeadSilence(silent_s=0.0))
             return
         answer, nodes = self.gathers.take(said)
         for node in nodes:
@@ -150,7 +150,7 @@ class Agent:
         """The head has admitted it."""
         assert node == self.node
         self.hear(Start(worker=member_name(node), node=node, slot=0, slots=1, address="127.0.0.1", setup=SETUP))
-        self.hear(News(term=1))
+        self.hear(BeatReply(term=1))
 
     def hear(self, message: ToWorker) -> None:
         if not self.cut:

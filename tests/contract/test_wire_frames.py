@@ -18,7 +18,7 @@ import pytest
 import builders
 from agent_head import PUPPET
 from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
-from fallow.core.protocol import FromWorker, News, Part, Start, Status, ToWorker
+from fallow.core.protocol import BeatReply, FromWorker, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.frames import MOST, AgentChannel, WorkerChannel
 from waiting import until
@@ -134,7 +134,7 @@ async def test_a_worker_learns_that_its_agent_has_ended_behind_all_that_it_had_w
     ours.channel.send(
         Order(node=1, term=1, edition=1, noted="import atexit; atexit.register(lambda: print(news.step))")
     )
-    ours.channel.send(News(term=1, step=7))
+    ours.channel.send(BeatReply(term=1, step=7))
     ours.channel.close()
     output, _ = await asyncio.to_thread(process.communicate)
     assert output == "7\n"
@@ -145,11 +145,11 @@ async def test_what_a_process_wrote_before_its_death_is_read(worker: Worker) -> 
     """Even if it had not read what was sent to it, and if that is found out only when more is sent."""
     ours, process = worker(DEAF)
     await asyncio.to_thread(process.wait)
-    ours.channel.send(News(term=1))
+    ours.channel.send(BeatReply(term=1))
     await until(lambda: ours.ends)
     assert [status.step for status in ours.statuses] == list(range(200))
     assert ours.ends == [""]
-    ours.channel.send(News(term=2))
+    ours.channel.send(BeatReply(term=2))
 
 
 async def test_what_a_process_wrote_is_read_though_a_child_of_it_has_the_socket(worker: Worker) -> None:
@@ -194,7 +194,7 @@ async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kin
     begun = time.monotonic()
     for edition in range(20_000):
         ours.channel.send(Order(node=1, term=1, edition=edition, noted=noted))
-        ours.channel.send(News(term=1, step=edition))
+        ours.channel.send(BeatReply(term=1, step=edition))
     assert time.monotonic() - begun < DEADLINE_S
     process.send_signal(signal.SIGCONT)
     await until(lambda: ours.statuses[-1].edition == 19_999)
@@ -212,11 +212,11 @@ async def test_answers_of_gathers_do_not_replace_each_other_and_are_bounded(
     ours.channel.send(fill)
     for number in range(2 * MOST):
         ours.channel.send(Gathered(generation=1, key=str(number), parts=(b"x",)))
-    ours.channel.send(News(term=1))
-    reading = asyncio.create_task(asyncio.to_thread(theirs.read, ToWorker, ends_with(News(term=1))))
+    ours.channel.send(BeatReply(term=1))
+    reading = asyncio.create_task(asyncio.to_thread(theirs.read, ToWorker, ends_with(BeatReply(term=1))))
     await until(reading.done)
     found = await reading
-    assert (found[0], found[-1], len(found)) == (fill, News(term=1), MOST + 1)
+    assert (found[0], found[-1], len(found)) == (fill, BeatReply(term=1), MOST + 1)
     assert [message.key for message in found[1:-1]] == [str(number) for number in range(MOST + 1, 2 * MOST)]
 
 
@@ -228,7 +228,7 @@ NEWER = msgspec.msgpack.encode((VERSION + 1, Status()))
     [
         (frame(b"garbage"), "cannot be read"),
         (frame(b""), "cannot be read"),
-        (frame(encode(News(term=1))), "cannot be read"),
+        (frame(encode(BeatReply(term=1))), "cannot be read"),
         (frame(NEWER), f"version {VERSION + 1} cannot be read"),
         (struct.pack("!I", MAX_MESSAGE + 1), "the limit is"),
         (frame(encode(Status(step=2)))[:-1], ""),
@@ -245,7 +245,7 @@ async def test_damage_ends_the_channel_with_words_behind_what_was_good(
     assert ours.heard == [Status(step=1)]
     (end,) = ours.ends
     assert words in end and bool(words) == bool(end)
-    ours.channel.send(News(term=1))
+    ours.channel.send(BeatReply(term=1))
     ours.channel.drain()
     ours.channel.close()
     assert pair[1].recv(100) == b"", "the worker's side is told by the end"
@@ -264,7 +264,7 @@ async def test_faults_of_the_owner_do_not_end_the_channel(pair: tuple[socket.soc
     for number in range(3):
         worker.send(Status(step=number))
         await until(lambda number=number: len(heard) == 2 * number + 1)
-        agent.send(News(term=number))
+        agent.send(BeatReply(term=number))
         await until(lambda number=number: len(heard) == 2 * number + 2)
     worker.close()
     agent.close()
@@ -333,12 +333,12 @@ def test_close_writes_what_waits_and_gives_up_in_time() -> None:
 def test_damage_from_the_agent_ends_the_channel_with_words() -> None:
     one, other = socket.socketpair()
     theirs = Theirs(other)
-    one.sendall(frame(encode(News(term=1))) + frame(NEWER))
+    one.sendall(frame(encode(BeatReply(term=1))) + frame(NEWER))
     theirs.channel.start()
     one.settimeout(DEADLINE_S)
     assert one.recv(1) == b""
     theirs.channel.close()
-    assert theirs.heard == [News(term=1)]
+    assert theirs.heard == [BeatReply(term=1)]
     assert f"version {VERSION + 1} cannot be read" in theirs.ends[0]
     theirs.channel.send(Status())
     one.close()

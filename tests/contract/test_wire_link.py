@@ -11,7 +11,7 @@ import pytest
 
 import builders
 from fallow.core.membership.messages import VERSION, Report
-from fallow.core.protocol import Beat, Ended, Hello, Left, News, Refused, ToAgent
+from fallow.core.protocol import AgentLeft, AgentRefused, Beat, BeatReply, Ended, Hello, ToAgent
 from fallow.files import private_dir, read_struct, write_private, write_struct
 from fallow.model import AllocationKind, Exit, FallowError, HeadFile, KeyFile
 from fallow.wire import codec
@@ -131,7 +131,7 @@ async def test_a_link_that_cannot_read_dials_again(setup: Setup, monkeypatch: py
     link.start()
     peer, _ = await router.recv()
     monkeypatch.setattr(link_module, "guarded", lambda *_: 1 // 0)
-    assert router.send(peer, News(term=1))
+    assert router.send(peer, BeatReply(term=1))
     await until(lambda: not link.connected)
     monkeypatch.undo()
     assert await setup.next() == hello(2)
@@ -163,17 +163,17 @@ async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_hea
     link.start()
     peer, _ = await router.recv()
     for term in range(50):
-        assert router.send(peer, News(term=term))
-    assert [await setup.back() for _ in range(50)] == [News(term=term) for term in range(50)]
+        assert router.send(peer, BeatReply(term=term))
+    assert [await setup.back() for _ in range(50)] == [BeatReply(term=term) for term in range(50)]
     before = link.last_heard
     monkeypatch.setattr(codec, "VERSION", VERSION + 1)
-    assert router.send(peer, News(term=2))
-    refused = Refused(code=Exit.CONFIG, message="no")
+    assert router.send(peer, BeatReply(term=2))
+    refused = AgentRefused(code=Exit.CONFIG, message="no")
     assert router.send(peer, refused)
     assert await setup.back() == refused
     monkeypatch.undo()
-    assert router.send(peer, News(term=3))
-    assert await setup.back() == News(term=3)
+    assert router.send(peer, BeatReply(term=3))
+    assert await setup.back() == BeatReply(term=3)
     assert link.last_heard > before
 
 
@@ -195,7 +195,7 @@ async def test_close_flushes_and_gives_up_in_time(setup: Setup) -> None:
     link = setup.link()
     link.start()
     assert await setup.next() == hello(1)
-    said = [*(Ended(node=node, boot=1, code=0) for node in range(100)), Left(code=0)]
+    said = [*(Ended(node=node, boot=1, code=0) for node in range(100)), AgentLeft(code=0)]
     for message in said:
         link.send(message)
     await link.close(DEADLINE_S)
@@ -214,7 +214,7 @@ async def test_the_head_is_found_again_by_a_key_that_it_accepts_later(setup: Set
     router = await setup.head()
     link = setup.link()
     link.start()
-    await until(lambda: router.refused["unknown key"] >= 2)
+    await until(lambda: router.refusals["unknown key"] >= 2)
     setup.allowed.add(PEER.public)
     assert await setup.next() == hello(1)
     endpoint = link.head.endpoint
@@ -238,7 +238,7 @@ async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
     assert await setup.next() == hello(1)
     (peer,) = router.connected
     for term in (1, 2):
-        router.send(peer, News(term=term))
-    await until(lambda: heard == [News(term=1), News(term=2)])
+        router.send(peer, BeatReply(term=term))
+    await until(lambda: heard == [BeatReply(term=1), BeatReply(term=2)])
     link.send(beat(2))
     assert await setup.next() == beat(2)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership.messages import VERSION, Checkpoint, Contract, Gathered, Report, Unreadable
-from fallow.core.protocol import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
+from fallow.core.protocol import AgentLeft, AgentRefused, Beat, BeatReply, Ended, FromAgent, Hello, Progress, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire import router as router_module
 from fallow.wire.codec import MAX_EXPANDED, MAX_MESSAGE, Decoder, encode
@@ -110,7 +110,7 @@ async def outcome(
 async def test_who_has_a_known_key_and_the_heads_own_gets_in_and_nobody_else(router: Router, dial: Dial) -> None:
     assert await outcome(router, KNOWN) is Outcome.ACCEPTED
     assert await outcome(router, new_keypair()) is Outcome.REFUSED
-    assert router.refused["unknown key"] >= 1
+    assert router.refusals["unknown key"] >= 1
     assert await outcome(router, None) is Outcome.REFUSED
     assert await outcome(router, KNOWN, new_keypair().public, 0.5) is not Outcome.ACCEPTED
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -138,9 +138,9 @@ async def test_everybody_is_refused_without_the_authenticator(router: Router, is
             await next_from(router)
         assert caught.value.code is Exit.SOFTWARE
         with pytest.raises(RouterDown):
-            router.send(named(KNOWN), News(term=1))
+            router.send(named(KNOWN), BeatReply(term=1))
         with pytest.raises(RouterDown):
-            await router.received(1)
+            await router.receive(1)
 
 
 @pytest.mark.parametrize(("everybody", "found"), [(True, "an unknown key: accepted"), (False, "a known key: refused")])
@@ -170,7 +170,7 @@ async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: set
     bad.send(encode(beat()))
     # The refusal is counted before anything else is delivered, or with the next message.
     async with asyncio.timeout(DEADLINE_S):
-        while not router.refused["revoked key"]:
+        while not router.refusals["revoked key"]:
             good.send(encode(beat()))
             assert (await router.recv())[0] == named(OTHER)
 
@@ -185,15 +185,15 @@ async def test_n4_peer_cannot_speak_as_another(router: Router, dial: Dial) -> No
     first.send(encode(beat()))
     while (heard := await next_from(router))[0] != named(KNOWN):
         assert key_of(heard[0]) == OTHER.public
-    assert router.send(named(KNOWN), News(term=1))
-    assert await first.received() == encode(News(term=1)), "its route was not stolen"
+    assert router.send(named(KNOWN), BeatReply(term=1))
+    assert await first.received() == encode(BeatReply(term=1)), "its route was not stolen"
     first.context.destroy(linger=0)
     async with asyncio.timeout(DEADLINE_S):
-        while not router.refused["no hello yet"]:
+        while not router.refusals["no hello yet"]:
             # While the router still knows the other connection, this one is not let in.
             dial(OTHER, identity=b"me").send(encode(beat()))
             await asyncio.sleep(0.05)
-            assert KNOWN.public not in {key_of(peer) for peer, _ in await router.received(10)}, "nor its name"
+            assert KNOWN.public not in {key_of(peer) for peer, _ in await router.receive(10)}, "nor its name"
 
 
 async def test_agents_of_one_allocation_have_their_own_routes(router: Router, dial: Dial) -> None:
@@ -205,25 +205,25 @@ async def test_agents_of_one_allocation_have_their_own_routes(router: Router, di
     for number, (host, peer) in enumerate(peers.items()):
         peer.send(encode(beat(number)))
         assert await next_from(router) == (named(KNOWN, host), beat(number))
-        assert router.send(named(KNOWN, host), News(term=number))
-        assert await peer.received() == encode(News(term=number))
+        assert router.send(named(KNOWN, host), BeatReply(term=number))
+        assert await peer.received() == encode(BeatReply(term=number))
     new = dial(KNOWN)
     await introduce(router, new)
     peers["h1"].send(encode(beat(1)))
     await counted(router, "no hello yet", 1)
-    assert router.send(named(KNOWN), News(term=3))
-    assert await new.received() == encode(News(term=3))
+    assert router.send(named(KNOWN), BeatReply(term=3))
+    assert await new.received() == encode(BeatReply(term=3))
     assert router.connected == {named(KNOWN, host) for host in peers}
     router.drop(KNOWN.public)
     assert router.connected == set()
-    assert not router.send(named(KNOWN), News(term=1))
+    assert not router.send(named(KNOWN), BeatReply(term=1))
 
 
 async def counted(router: Router, reason: str, times: int) -> None:
     """Wait until so much was refused for a reason, and nothing was heard."""
     async with asyncio.timeout(DEADLINE_S):
-        while router.refused[reason] < times:
-            assert await router.received(10) == []
+        while router.refusals[reason] < times:
+            assert await router.receive(10) == []
             await asyncio.sleep(0)
 
 
@@ -231,7 +231,7 @@ async def test_who_has_not_said_hello_on_its_connection_is_not_heard(router: Rou
     """Not even with the name of another agent of its allocation in the message."""
     known, silent = dial(KNOWN), dial(KNOWN)
     await introduce(router, known)
-    for message in (beat(), Ended(node=1, boot=1, code=0), Left(code=0)):
+    for message in (beat(), Ended(node=1, boot=1, code=0), AgentLeft(code=0)):
         silent.send(encode(message))
     await counted(router, "no hello yet", 3)
     await introduce(router, silent, host="h2")
@@ -249,12 +249,12 @@ async def test_all_that_lies_there_is_taken_at_once(router: Router, dial: Dial) 
     found: list[FromAgent] = []
     async with asyncio.timeout(DEADLINE_S):
         while len(found) < 100:
-            few = [message for _, message in await router.received(30)]
+            few = [message for _, message in await router.receive(30)]
             assert len(few) <= 30
             found += few
             await asyncio.sleep(0)
     assert found == [beat(step) for step in range(100)]
-    assert await router.received(30) == []
+    assert await router.receive(30) == []
     peer.send(encode(beat(100)))
     assert await next_from(router) == (named(KNOWN), beat(100)), "who looks leaves nothing unnoticed"
 
@@ -281,7 +281,7 @@ async def test_what_all_nodes_are_told_is_encrypted_before_more_of_it_is_sent(ro
     for host in peers:
         assert router.send(named(KNOWN, host), large)
         async with asyncio.timeout(DEADLINE_S):
-            await router.encrypted()
+            await router.wait_until_encrypted()
     for peer in peers.values():
         assert await peer.received() == encode(large)
 
@@ -303,12 +303,12 @@ async def test_garbage_changes_nothing(router: Router, dial: Dial) -> None:
     for name in names:
         peer.send(encode(hello(name)))
     await introduce(router, peer)
-    assert router.refused["bad host name"] + router.refused["not a message"] == len(names)
+    assert router.refusals["bad host name"] + router.refusals["not a message"] == len(names)
     for frames in GARBAGE:
         peer.send(*frames)
     peer.send(encode(beat(9)))
     assert await next_from(router) == (named(KNOWN), beat(9))
-    assert sum(router.refused.values()) == len(names) + len(GARBAGE)
+    assert sum(router.refusals.values()) == len(names) + len(GARBAGE)
     assert router.connected == {named(KNOWN)}
 
 
@@ -327,8 +327,8 @@ async def test_a_peer_whose_first_message_is_not_understood_is_told(router: Rout
         (peer, ("$.slots",)),
         (of_another_version, ("h7", "9.9.9", f"version {VERSION + 1}", "Update the older side")),
     ):
-        refusal = Decoder[ToAgent](ToAgent, always=Refused).decode(await told.received())
-        assert isinstance(refusal, Refused)
+        refusal = Decoder[ToAgent](ToAgent, always=AgentRefused).decode(await told.received())
+        assert isinstance(refusal, AgentRefused)
         assert refusal.code == Exit.CONFIG
         for word in words:
             assert word in refusal.message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.processes import living
+from fallow.processes import find_process
 from waiting import wait_for
 
 
@@ -23,20 +23,20 @@ def odd(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_is_known_by_its_parent_and_its_start(odd: subprocess.Popen[bytes]) -> None:
-    found = living(odd.pid)
+    found = find_process(odd.pid)
     assert found is not None
     assert (found.name, found.parent) == ("a) Z 1 (b", os.getpid())
     assert found.state in "RS"
-    again = living(odd.pid)
+    again = find_process(odd.pid)
     assert again is not None
     assert int(again.started) == int(found.started) > 0
 
 
 def test_one_that_is_stopped_lives_and_one_that_nobody_has_waited_for_does_not(odd: subprocess.Popen[bytes]) -> None:
     odd.send_signal(signal.SIGSTOP)
-    wait_for("it is stopped", lambda: (found := living(odd.pid)) is not None and found.state == "T")
+    wait_for("it is stopped", lambda: (found := find_process(odd.pid)) is not None and found.state == "T")
     odd.kill()
-    wait_for("it has ended", lambda: living(odd.pid) is None)
+    wait_for("it has ended", lambda: find_process(odd.pid) is None)
     assert odd.returncode is None, "nobody has"
     odd.wait()
-    assert living(odd.pid) is None
+    assert find_process(odd.pid) is None

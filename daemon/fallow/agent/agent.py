@@ -1,6 +1,7 @@
-"""The agent of a node: its conversation with the head, and when it ends.
+"""The agent of a node: it talks with the head, starts and ends the node's workers, and decides when to exit.
 
-Level-triggered: each beat says how things stand, the newest counts, and what needs an answer is said until it comes.
+Each beat carries the whole state of the node, so a lost beat does no harm. Messages that need an answer are repeated
+until the answer comes.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fallow import __version__
-from fallow.agent.conversation import Enrolment, HeadSilence, Reporter
+from fallow.agent.conversation import Enrolment, HeadContact, Reporter
 from fallow.agent.crew import TAIL_S, Crew
 from fallow.agent.launch import Launch
 from fallow.agent.merge import merge_progress, merge_report
@@ -26,16 +27,16 @@ from fallow.agent.stand_in import StandIn
 from fallow.core.membership.messages import Gathered, Order, Unreadable
 from fallow.core.protocol import (
     Admitted,
+    AgentLeft,
+    AgentRefused,
     Beat,
+    BeatReply,
     EndAgent,
     EndNoted,
     FromAgent,
-    Heard,
+    HeadSilence,
     Hello,
     Introduce,
-    Left,
-    News,
-    Refused,
     Setup,
     ToAgent,
 )
@@ -48,35 +49,35 @@ log = logging.getLogger("fallow.agent")
 
 PATIENCE_S = 600.0
 BEAT_S = 1.0
-"Until the head says another."
+"Interval between beats until the head's `Setup` sets another one."
 REPEAT_S = 1.0
-"What the head has to answer is repeated so often until it has."
+"Interval at which unanswered messages are repeated."
 GATHER_AGAIN_S = 5.0
-"Likewise for gathers, on one connection: their answers are large, and may be on their way to a thousand others."
+"Interval at which unanswered gathers are repeated. It is longer because the answers are large and go to all nodes."
 STOPPED_BEAT_S = 0.1
-"While a worker's process is stopped: the head acts as soon as it has seen that for long enough."
+"Interval between beats while a worker's process is stopped, so that the head can act on the stop in time."
 _SILENT_S = 5.0
-"A head that has said nothing for so long does not hear of Slurm's warning in time."
+"If the head has been silent for longer than this, the agent acts on Slurm's warning without the head."
 _NOTED_S = 2.0
-"So long an agent that leaves waits for the head to have noted its workers' end."
+"An agent that exits waits at most this long for the head's `EndNoted`."
 _FLUSH_S = 1.0
 _REASON = 1000, 20_000
-"Lines and characters of a failed run's traceback that are shown: its end, which says what went wrong."
+"Maximum lines and characters of a failed run's traceback to show, from its end."
 _LOOK_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Agent:
-    """One per node of an allocation. All but workers' output and the head's file is handled in the main thread's loop.
+    """One agent runs on each node of an allocation. Create it in the main thread's event loop.
 
-    To be made in that loop.
+    Everything runs in that loop, except reading workers' output and reading the head's file.
 
     Args:
-        keys: the allocation's.
-        head: where it is.
-        launch: this node, and what each worker runs.
-        patience_s: end when no worker runs and the head is silent for so long.
+        keys: keys of the allocation.
+        head: address and key of the head.
+        launch: description of this node, and the command that each worker runs.
+        patience_s: exit when no worker runs and the head has been silent for this many seconds.
     """
 
     def __init__(self, keys: KeyFile, head: HeadFile, launch: Launch, patience_s: float) -> None:
@@ -84,9 +85,9 @@ class Agent:
         self._parent = os.getppid()
         self._term = 0
         self._setup: Setup | None = None
-        self._news: News | None = None
+        self._beat_reply: BeatReply | None = None
         self._order: Order | None = None
-        "the newest; the first one comes before its node is admitted"
+        "newest order; the first order arrives before the node is admitted"
         hello = Hello(
             host=launch.host,
             token=keys.token,
@@ -100,16 +101,16 @@ class Agent:
         self._enrolment = Enrolment(hello)
         self._crew: Crew | None = None
         self._highest = 0
-        "of all generations that orders have named, for whichever start of the workers"
+        "highest generation in any order, over all starts of the workers"
         self._numbers = itertools.count(1)
-        "of reports"
+        "sequence numbers of reports"
         self._repeat_at = self._gather_at = 0.0
         self._warned = 0
-        "the signal by which Slurm has; 0: it has not"
+        "signal by which Slurm has warned this node; 0: no warning"
         self._are_workers_warned = False
         self._end: EndAgent | None = None
         self._end_at = 0.0
-        self._silence = HeadSilence(f"{launch.host} ({launch.address})")
+        self._contact = HeadContact(f"{launch.host} ({launch.address})")
         self._stand_in: StandIn | None = None
         if keys.stand_in_after_s is not None:
             state = Path(keys.head_file).parent
@@ -123,7 +124,7 @@ class Agent:
         self._link = Link(head, keys, self._handle, self._begin_connection)
 
     async def run(self) -> int:
-        """Serve until the head ends this agent, or nobody needs it any more. Returns the exit code."""
+        """Serve until the head ends this agent or the agent gives up. Returns the exit code."""
         self._take_signals()
         self._link.start()
         try:
@@ -134,19 +135,19 @@ class Agent:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await self._stop.wait()
-                self._silence.was_stopped(max(0.0, time.monotonic() - before - pause_s))
+                self._contact.was_stopped(max(0.0, time.monotonic() - before - pause_s))
             await self._leave()
         finally:
             if self._crew is not None:
                 self._crew.kill()
             await self._link.close(_FLUSH_S)
             if self._stand_in is not None:
-                # Last of all: it may have other agents to tell what this one has heard.
+                # Last: the stand-in head may still have to tell other agents to end.
                 self._stand_in.stop()
         return self._code
 
     def _take_signals(self) -> None:
-        # The parent's death comes as SIGHUP, asked for here; a warning by Slurm as SIGTERM or what the user chose.
+        # SIGHUP: the parent has died (requested here). SIGTERM or the signal that the user chose: a warning by Slurm.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
         inherit_orphans()
         loop = asyncio.get_running_loop()
@@ -155,7 +156,7 @@ class Agent:
         for number in _WARNINGS:
             loop.add_signal_handler(number, functools.partial(self._take_warning, number))
 
-    # -- what happens around us -----------------------------------------------------------------------------
+    # -- signals --------------------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
         if os.getppid() != self._parent:
@@ -171,10 +172,10 @@ class Agent:
     def _child_changed(self) -> None:
         if self._crew is not None:
             self._crew.look()
-        others = set[int]() if self._crew is None else self._crew.waited_for
-        reap_orphans(others if self._stand_in is None else {*others, self._stand_in.pid})
+        awaited_pids = set[int]() if self._crew is None else self._crew.awaited_pids
+        reap_orphans(awaited_pids if self._stand_in is None else {*awaited_pids, self._stand_in.pid})
 
-    # -- turns ----------------------------------------------------------------------------------------------
+    # -- the periodic turn ----------------------------------------------------------------------------------
 
     def _pause_s(self) -> float:
         pause_s = self._setup.beat_s if self._setup is not None else BEAT_S
@@ -188,16 +189,16 @@ class Agent:
         self._child_changed()
         if os.getppid() != self._parent:
             self._hung_up()
-        now, silent_s = time.monotonic(), self._silence.silent_s
+        now, silent_s = time.monotonic(), self._contact.silent_s
         if self._stand_in is not None and self._end is None:
             self._stand_in.tend(now, silent_s)
-        self._silence.look(self._link.connected, self._link.head.endpoint)
+        self._contact.look(self._link.connected, self._link.head.endpoint)
         if self._link.connected:
             self._reporter.tell()
             if now >= self._repeat_at:
                 self._repeat()
         if self._crew is not None:
-            self._crew.tell(Heard(silent_s=silent_s))
+            self._crew.tell(HeadSilence(silent_s=silent_s))
         if self._end is not None:
             if self._crew is None or now >= self._end_at:
                 self._finish(self._end.code)
@@ -208,25 +209,25 @@ class Agent:
             self._finish(Exit.TEMPFAIL)
 
     def _leave_without_head(self) -> None:
-        """Slurm takes this node: the workers leave behind a checkpoint, and then so does the agent."""
+        """Slurm takes this node: have the workers write a checkpoint and end, then end the agent."""
         if self._crew is None:
-            log.error("Slurm takes this node, no head is there, and no worker runs here any more; this agent ends")
+            log.error("Slurm takes this node, the head is silent and no worker runs here; this agent ends")
             self._finish(Exit.NO_RESTART)
         elif not self._are_workers_warned:
             self._are_workers_warned = True
             self._crew.warn()
 
-    # -- what the head is told ------------------------------------------------------------------------------
+    # -- messages to the head -------------------------------------------------------------------------------
 
     def _begin_connection(self) -> None:
-        """Say all that the head may not know, the hello first: before it nothing is heard."""
+        """Send all that the head may not know. The hello comes first: the head ignores everything before it."""
         self._enrolment.greet_again()
         self._gather_at = 0.0
         self._repeat()
         self._reporter.tell()
 
     def _repeat(self) -> None:
-        """Say what the head has not answered, and what it has to gather."""
+        """Send unanswered messages and gathers again."""
         now = time.monotonic()
         self._repeat_at = now + REPEAT_S
         for message in self._enrolment.unanswered():
@@ -248,17 +249,17 @@ class Agent:
         except Unreadable as error:
             log.error("%s", error.message)
 
-    # -- what the head says ---------------------------------------------------------------------------------
+    # -- messages from the head -----------------------------------------------------------------------------
 
     def _handle(self, message: ToAgent) -> None:
-        if isinstance(message, Refused):
+        if isinstance(message, AgentRefused):
             self._be_refused(message)
             return
-        if isinstance(message, Order | News | EndAgent):
+        if isinstance(message, Order | BeatReply | EndAgent):
             if message.term < self._term:
                 return  # from a head that was replaced
             self._term = message.term
-        self._silence.hear()
+        self._contact.hear()
         match message:
             case Setup():
                 self._setup = message
@@ -274,7 +275,7 @@ class Agent:
                 self._highest = max(self._highest, message.committed, planned)
                 if self._crew is not None and message.node == self._enrolment.hello.node:
                     self._crew.obey(message)
-            case News():
+            case BeatReply():
                 self._learn(message)
             case Gathered():
                 if self._crew is not None:
@@ -284,10 +285,10 @@ class Agent:
             case EndAgent():
                 self._begin_end(message)
 
-    def _be_refused(self, refusal: Refused) -> None:
-        """The workers of an agent that was admitted before train on, until they leave at their own deadline."""
+    def _be_refused(self, refusal: AgentRefused) -> None:
+        """Exit, unless the head had admitted this agent: then its workers train on until their own deadline."""
         if self._enrolment.was_admitted:
-            self._silence.hear_refusal(refusal.message)
+            self._contact.hear_refusal(refusal.message)
         else:
             log.error("%s", clean(refusal.message))
             self._finish(refusal.code)
@@ -301,11 +302,11 @@ class Agent:
         if not before:
             self._start(admitted.node, self._setup)
         elif self._crew is not None and admitted.node != before:
-            # The head has lost the number that they were started with, and somebody else has it now.
+            # The head has lost the number of these workers and has given it to another node.
             log.error("the workers of this node are n%d to the head now; they are ended", admitted.node - 1)
             self._crew.kill()
         else:
-            self._repeat()  # it may have to hear again that they have ended
+            self._repeat()  # the head may have lost the workers' end
 
     def _start(self, node: int, setup: Setup) -> None:
         order = self._order if self._order is not None and self._order.node == node else None
@@ -314,7 +315,7 @@ class Agent:
                 node,
                 setup,
                 self._launch,
-                self._news,
+                self._beat_reply,
                 order,
                 on_change=self._reporter.note_change,
                 on_gather=self._send,
@@ -324,11 +325,11 @@ class Agent:
             log.error("the workers of this node cannot be started: %s", error)
             self._finish(Exit.OSERR)
 
-    def _learn(self, news: News) -> None:
-        self._news = news
+    def _learn(self, reply: BeatReply) -> None:
+        self._beat_reply = reply
         if self._crew is not None:
-            self._crew.tell(news)
-        elif self._end is None and self._enrolment.want(news.boot):
+            self._crew.tell(reply)
+        elif self._end is None and self._enrolment.want(reply.boot):
             self._repeat()
 
     def _begin_end(self, end: EndAgent) -> None:
@@ -341,7 +342,7 @@ class Agent:
             self._crew.end(end.kill_after_s)
         self._turn()
 
-    # -- what workers do ------------------------------------------------------------------------------------
+    # -- the workers' end -----------------------------------------------------------------------------------
 
     def _note_end(self) -> None:
         crew, report = self._crew, self._beat().report
@@ -353,7 +354,7 @@ class Agent:
         if self._end is not None:
             self._turn()
 
-    # -- the end --------------------------------------------------------------------------------------------
+    # -- the agent's exit -----------------------------------------------------------------------------------
 
     def _finish(self, code: int) -> None:
         if not self._stop.is_set():
@@ -367,12 +368,12 @@ class Agent:
             self._child_changed()
 
     async def _leave(self) -> None:
-        """Kill what is left, tell the head, and make sure that all output is out."""
+        """Kill the remaining workers, wait until their output is written, and tell the head."""
         if self._crew is not None:
             self._crew.kill()
         self._child_changed()
-        # The crew's end comes behind its last output.
+        # The crew reports its end after its last output.
         await self._wait_while(lambda: self._crew is not None, TAIL_S + _NOTED_S)
         if self._end is not None:
             await self._wait_while(lambda: self._link.connected and self._enrolment.has_unnoted_end, _NOTED_S)
-        self._send(Left(code=self._code))
+        self._send(AgentLeft(code=self._code))

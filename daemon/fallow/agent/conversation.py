@@ -1,8 +1,8 @@
-"""How an agent stands with the head: what it has to say again, when it reports, and since when it hears nobody.
+"""An agent's conversation with the head: unanswered messages, heartbeats, and the time since the head's last message.
 
-What is said is said again until the head has answered it (`Enrolment.unanswered`). How the workers stand is told with
-each heartbeat, and at once when that cannot wait for the next. A head that cannot be reached, and one that refuses to
-talk, are silent alike: the workers train on.
+The agent repeats `Hello` and `Ended` until the head has answered (`Enrolment.unanswered`). A heartbeat carries the
+state of the workers; an urgent change is sent at once. A head that cannot be reached and a head that refuses the agent
+both count as silent, and the workers train on.
 """
 
 import asyncio
@@ -19,33 +19,33 @@ from fallow.text import clean
 log = logging.getLogger("fallow.agent")
 
 COALESCE_S = 0.01
-"Between two reports at least, however much happens."
+"Minimum time between two heartbeats."
 SAY_S = 3.0
-"Without a first connection to the head for so long the agent says so; then after three times as long each time."
+"The agent warns after this time without a first connection. Each further warning waits three times as long."
 SAY_LATER_S = 30.0
-"The same once it has been connected: a head that is started again is back sooner."
+"The agent warns after this time without a connection, once it has had one. A restarted head is back sooner."
 
 
 class Enrolment:
-    """How the head comes to know the workers of this node, from the first hello until their end is noted. Pure.
+    """Registration of this node's workers with the head, from the first hello until the head has noted their end. Pure.
 
     Args:
-        hello: for the first start of workers.
+        hello: hello for the first start of workers.
     """
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
-        "of the start that goes on; it has the number of its workers once they are to be started"
+        "hello for the current start; its `node` is set once the head has admitted the workers"
         self.was_admitted = False
-        "the head has admitted workers of this node, ever"
+        "the head has admitted a start of this node's workers at least once"
         self._is_greeted = False
         "the head has answered the hello"
         self._end: Ended | None = None
-        "how the workers of this start have ended"
+        "end of the workers of the current start; None: they have not ended"
         self._unnoted: dict[tuple[int, int], Ended] = {}
 
     def unanswered(self) -> list[Hello | Ended]:
-        """What the head has not answered."""
+        """Messages that the head has not answered."""
         greeting = [] if self._is_greeted else [self.hello]
         return [*greeting, *self._unnoted.values()]
 
@@ -54,7 +54,7 @@ class Enrolment:
         return bool(self._unnoted)
 
     def greet_again(self) -> None:
-        """The head does not know this agent's workers: a connection is new, or it has forgotten them."""
+        """Repeat the hello: the connection is new, or the head has lost its record of the workers."""
         self._is_greeted = False
 
     def admit(self, node: int) -> None:
@@ -62,7 +62,7 @@ class Enrolment:
         self.hello = msgspec.structs.replace(self.hello, node=node)
         self._is_greeted = self.was_admitted = True
         if self._end is not None and (self._end.node, self._end.boot) not in self._unnoted:
-            # It has forgotten them since it noted their end, which must not count twice.
+            # The head noted the end and then lost its record of the workers. The end must not count twice.
             self.end(msgspec.structs.replace(self._end, node=node, report=None, is_ordered=True))
 
     def end(self, ended: Ended) -> None:
@@ -75,7 +75,7 @@ class Enrolment:
         self._unnoted.pop((noted.node, noted.boot), None)
 
     def want(self, boot: int) -> bool:
-        """The head wants that start of workers. True: no earlier one runs, so it is that one from now on."""
+        """Take the start of workers that the head wants. Returns True if it is newer and no earlier start runs."""
         if boot <= self.hello.boot or (self.hello.node and self._end is None):
             return False
         self.hello = msgspec.structs.replace(self.hello, boot=boot, node=0)
@@ -85,54 +85,54 @@ class Enrolment:
 
 
 class Reporter:
-    """Makes and sends heartbeats. To be made in the agent's loop.
+    """Sends heartbeats. Create it in the agent's event loop.
 
     Args:
-        beat: makes one of how things stand now.
-        send: sends it.
+        beat: returns a heartbeat with the current state.
+        send: sends a heartbeat.
     """
 
     def __init__(self, beat: Callable[[], Beat], send: Callable[[Beat], None]) -> None:
         self._make, self._send = beat, send
         self._loop = asyncio.get_running_loop()
-        self._told = Beat()
-        "what was told last, without what needs no beat"
-        self._told_at = 0.0
+        self._sent_beat = Beat()
+        "last heartbeat, without the fields that can wait for the next one (`needs_no_beat`)"
+        self._sent_at = 0.0
         self._pids: tuple[int, ...] = ()
-        "those of workers that were told last"
-        self._telling: asyncio.TimerHandle | None = None
+        "process ids of the workers in the last full heartbeat"
+        self._timer: asyncio.TimerHandle | None = None
 
     def tell(self) -> None:
-        """Send a heartbeat of how things stand now."""
+        """Send a heartbeat with the current state now."""
         self._tell(self._make())
 
     def _tell(self, beat: Beat) -> None:
-        self._told, self._told_at = needs_no_beat(beat), self._loop.time()
+        self._sent_beat, self._sent_at = needs_no_beat(beat), self._loop.time()
         if not beat.brief:
             self._pids = beat.progress.pids
         self._send(beat)
 
     def note_change(self) -> None:
-        """Something has changed: tell it at once, unless it can wait for the next heartbeat."""
-        if self._telling is None:
-            self._telling = self._loop.call_at(self._told_at + COALESCE_S, self._tell_change)
+        """Send a heartbeat soon, unless the change can wait for the next regular one."""
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._sent_at + COALESCE_S, self._tell_change)
 
     def _tell_change(self) -> None:
-        self._telling = None
+        self._timer = None
         beat = self._make()
-        if needs_no_beat(beat) == self._told:
+        if needs_no_beat(beat) == self._sent_beat:
             return
         if beat.progress.pids == self._pids:
-            # All members report each change at the same moment. How the training gets on can wait.
+            # All members report each change at the same moment, so the progress waits for the next heartbeat.
             beat = msgspec.structs.replace(beat, progress=Progress(), brief=True)
         self._tell(beat)
 
 
-class HeadSilence:
-    """Since when there is no head, and what is said about that in the job's output.
+class HeadContact:
+    """Time since the head's last message, and the warnings about it in the job's output.
 
     Args:
-        source: name and address of this node.
+        source: name and address of this node, for the warnings.
     """
 
     def __init__(self, source: str) -> None:
@@ -143,25 +143,25 @@ class HeadSilence:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the head last said something that counts; at first, since the agent began."""
+        """Seconds since the head's last message that was no refusal; before the first one, since the agent's start."""
         return time.monotonic() - self._heard_at
 
     def hear(self) -> None:
-        """The head has said something that counts."""
+        """Note a message from the head that is no refusal."""
         self._heard_at, self._is_refused = time.monotonic(), False
 
     def was_stopped(self, for_s: float) -> None:
-        """This agent heard nobody for so long: it was stopped, or its machine was."""
+        """Do not count `for_s` seconds in which this agent or its machine was stopped."""
         self._heard_at = min(time.monotonic(), self._heard_at + for_s)
 
     def hear_refusal(self, words: str) -> None:
-        """The head will not talk to this agent, whose workers train. Said once."""
+        """Log, once, that the head refuses this agent while its workers train."""
         if not self._is_refused:
             log.error("%s; the workers of this node train on as without a head", clean(words))
         self._is_refused = True
 
     def look(self, is_connected: bool, endpoint: str) -> None:
-        """Is the head connected? If not, say so, ever less often: it may be all that tells why a job does nothing."""
+        """Warn, less and less often, while the head is not connected. The warning explains why a job does nothing."""
         now = time.monotonic()
         away_s = now - self._connected_at
         if is_connected:

@@ -1,10 +1,9 @@
-"""One start of a node's workers, from the first process to the end of the last.
+"""One start of a node's workers, from the start of the first process to the end of the last one.
 
-The workers of a node belong together, and the first of them that ends decides. If it has not come to the end of its
-script, was not asked to leave and was not told to end, the others are killed at once. If it has ended in order, the
-others may take as long as their scripts need: the main worker evaluates and saves. They have `EXIT_S` to end once all
-of them have come to their last words, and `GRACE_S` once one has failed. How the node has ended is how that first
-worker has.
+The first worker that ends decides for the node, and its exit status is the node's:
+- It failed (its script was not at the end, and nobody had asked it to leave or to end): the others are killed at once.
+- It ended in order: the others may take as long as their scripts need, since the main worker evaluates and saves.
+  Once all workers have reached the end of their scripts they have `EXIT_S` to exit, and `GRACE_S` once one has failed.
 """
 
 import asyncio
@@ -19,36 +18,36 @@ from fallow.agent.merge import Facts, NodeGathers
 from fallow.agent.worker import Worker
 from fallow.core.membership.messages import End, Gather, Gathered, Order, Report
 from fallow.core.membership.names import worker_name
-from fallow.core.protocol import Ended, Heard, News, Part, Setup, Start
+from fallow.core.protocol import BeatReply, Ended, HeadSilence, Part, Setup, Start
 from fallow.model import STACK_SIGNAL
 
 GRACE_S = 30.0
-"A worker has so long to end once another one of its node has failed, or has ended as all had to."
+"Time for a worker to end after another worker of its node has failed."
 EXIT_S = 300.0
-"The same once all workers of the node have ended or said their last words. Libraries may still upload their logs."
+"Time for a worker to exit once all workers of the node are at the end of their scripts. Libraries may upload logs."
 KILL_AFTER_S = 5.0
-"A worker that is ordered to end has so long to do it by itself."
+"Time for a worker to end by itself after an order to end."
 STACK_S = 3.0
-"A worker that hangs has so long to write its stack before it is killed."
+"Time for a worker that hangs to write its stack before it is killed."
 TAIL_S = 5.0
-"The last output of workers that have ended is waited for at most so long: their logs may be on a slow disk."
+"Maximum time to wait for the last output of workers that have ended: their logs may be on a slow disk."
 
 
 class Crew:
-    """One start of workers. To be made in the main thread, in the agent's loop, where all methods are called.
+    """One start of workers. Create it, and call its methods, in the agent's event loop in the main thread.
 
     Args:
-        node: number that the head has given to them.
-        setup: from the head.
-        launch: how workers are started.
-        news: the newest.
-        order: the newest for this node.
-        on_change: called when something changes in the `facts`.
-        on_gather: called with what the head has to gather.
-        on_end: called once, when all have ended.
+        node: node number that the head has given to the workers.
+        setup: the head's settings for this run.
+        launch: command and environment of the workers.
+        beat_reply: the head's newest answer to a beat.
+        order: newest order for this node.
+        on_change: called when the `facts` change.
+        on_gather: called with each gather for the head.
+        on_end: called once, when all workers have ended.
 
     Raises:
-        OSError: no more files can be opened; no worker is left.
+        OSError: the limit on open files is reached; no worker runs.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Crew:
         node: int,
         setup: Setup,
         launch: Launch,
-        news: News | None,
+        beat_reply: BeatReply | None,
         order: Order | None,
         *,
         on_change: Callable[[], None],
@@ -84,38 +83,38 @@ class Crew:
                 worker = Worker(
                     launch,
                     start,
-                    shown=self._is_shown(slot),
+                    is_shown=self._is_shown(slot),
                     on_change=self._on_change,
                     on_part=functools.partial(self._take_part, slot),
-                    drained=self._drained,
+                    on_drained=self._note_drained,
                 )
                 self._workers.append(worker)
-                for message in (news, order):
+                for message in (beat_reply, order):
                     if message is not None:
                         worker.channel.send(message)
-        except OSError:  # of these workers nobody would know
+        except OSError:  # the head would not know of these workers
             self.kill()
             raise
-        self._loop.call_soon(self.look)  # they may not even have begun
+        self._loop.call_soon(self.look)  # a process may have failed to start
         on_change()
         if order is not None and order.end is not None:
             self._obey_end(order.end)
 
-    # -- what workers are told ----------------------------------------------------------------------------------------
+    # -- messages to workers ------------------------------------------------------------------------------------------
 
-    def tell(self, message: News | Heard | Gathered) -> None:
-        """Tell it to all of them."""
+    def tell(self, message: BeatReply | HeadSilence | Gathered) -> None:
+        """Send a message to all workers."""
         for worker in self._workers:
             worker.channel.send(message)
 
     def obey(self, order: Order) -> None:
-        """Hand an order to all workers, unless it came before or a newer one did, and do the agent's part of it."""
+        """Pass a new order to all workers and do the agent's part of it. Old and repeated orders are ignored."""
         before = self._order
         if before is not None and (order.term, order.edition) <= (before.term, before.edition):
             return
         self._order = order
         for slot, worker in enumerate(self._workers):
-            worker.output.shown = self._is_shown(slot)
+            worker.output.is_shown = self._is_shown(slot)
             worker.channel.send(order)
         if order.end is not None:
             self._obey_end(order.end)
@@ -126,7 +125,7 @@ class Crew:
             kill_after_s = STACK_S if end.stack else 0.0
         if end.stack and not self._ending.is_ordered:
             for worker in self._workers:
-                worker.process.send_signal(STACK_SIGNAL)  # it writes its stack to its log, if it still can
+                worker.process.send_signal(STACK_SIGNAL)  # the worker writes its stack to its log
         self.end(kill_after_s)
 
     def _is_shown(self, slot: int) -> bool:
@@ -135,12 +134,12 @@ class Crew:
     # -- gathers ------------------------------------------------------------------------------------------------------
 
     def gather_again(self) -> None:
-        """Say again what waits for the head's answer."""
+        """Repeat the gathers that the head has not answered."""
         for gather in self._gathers.unanswered():
             self._on_gather(gather)
 
     def take_answer(self, gathered: Gathered) -> None:
-        """The head has gathered the parts of all nodes."""
+        """Pass the head's answer to a gather to all workers."""
         if (answer := self._gathers.hear(gathered)) is not None:
             self.tell(answer)
 
@@ -155,7 +154,7 @@ class Crew:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Notice workers that have ended, were stopped or go on. To be called at SIGCHLD."""
+        """Notice workers that have ended, stopped or continued. Call it at SIGCHLD."""
         for worker in self._workers:
             if worker.look():
                 self._note_end(worker)
@@ -173,8 +172,8 @@ class Crew:
             self._loop.call_later(TAIL_S, self._end)
             self._end_if_drained()
 
-    def _drained(self) -> None:
-        """In the thread of a worker's output."""
+    def _note_drained(self) -> None:
+        """Called in the thread that reads a worker's output."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._end_if_drained)
 
@@ -189,18 +188,18 @@ class Crew:
         on_end()
 
     def warn(self) -> None:
-        """SIGTERM: Slurm takes this node, and no head is there to release the workers."""
+        """Send SIGTERM to all workers: Slurm takes this node, and the head is silent."""
         self._ending.is_wanted = True
         for worker in self._workers:
             worker.process.send_signal(signal.SIGTERM)
 
     def end(self, kill_after_s: float) -> None:
-        """They are told to end: kill those that have not by then."""
+        """The workers have an order to end: kill those that have not ended in `kill_after_s` seconds."""
         self._ending.is_wanted = self._ending.is_ordered = True
         self._kill_after(kill_after_s)
 
     def kill(self) -> None:
-        """SIGKILL to all of them."""
+        """Send SIGKILL to all workers."""
         self._ending.is_wanted = self._ending.is_forced = True
         for worker in self._workers:
             worker.process.kill()
@@ -213,29 +212,29 @@ class Crew:
                 self._killing.cancel()
             self._killing = self._loop.call_later(seconds, self.kill)
 
-    # -- how things stand ---------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
-        """One of the workers has not ended."""
+        """True while one of the workers has not ended."""
         return not all(worker.process.has_ended for worker in self._workers)
 
     @property
     def is_stopped(self) -> bool:
-        """The process of one of the workers is stopped."""
+        """True while the process of one of the workers is stopped (SIGSTOP)."""
         return any(worker.is_stopped for worker in self._workers)
 
     @property
-    def waited_for(self) -> set[int]:
-        """Processes whose end `look` asks for."""
-        return set[int]().union(*(worker.process.waited_for for worker in self._workers))
+    def awaited_pids(self) -> set[int]:
+        """Ids of the processes that `look` reaps."""
+        return set[int]().union(*(worker.process.awaited_pids for worker in self._workers))
 
     def facts(self) -> list[Facts]:
-        """What is known of each worker, by slot; also of those that have ended."""
+        """State of each worker, by slot, including workers that have ended."""
         return [worker.facts() for worker in self._workers]
 
     def ended(self, report: Report) -> Ended:
-        """What the head is told when all have ended; `report` is the last one."""
+        """The message to the head when all workers have ended. `report` is the node's last report."""
         first = self._ending.decisive
         assert first is not None
         return Ended(
@@ -251,25 +250,25 @@ class Crew:
 
 @dataclass(slots=True)
 class _Ending:
-    """Which worker's end counts as the node's, and whether it was to be expected."""
+    """The worker whose end counts as the node's end, and whether that end was expected."""
 
     is_wanted: bool = False
-    "no worker should go on"
+    "all workers should end"
     is_ordered: bool = False
-    "an order says so"
+    "an order tells the workers to end"
     is_forced: bool = False
-    "they were killed"
+    "the workers were killed"
     was_ordered: bool = False
-    "an order had said so before the first of them ended"
+    "`is_ordered` at the end of the first worker"
     decisive: Worker | None = None
-    "the worker whose end counts; None: all run"
+    "worker whose end counts; None: all workers run"
 
     def note(self, worker: Worker) -> bool:
-        """A worker has ended. True: the others may end by themselves."""
+        """Note the end of a worker. Returns True if the others may end by themselves."""
         is_expected = self.is_wanted or worker.is_orderly
         if self.decisive is None:
             self.decisive, self.was_ordered = worker, self.is_ordered
         elif self.decisive.is_clean and not worker.is_clean and not (self.is_ordered or self.is_forced):
-            self.decisive = worker  # a failure after the training says more than the success of another one
+            self.decisive = worker  # a failure after the training counts more than the success of another worker
         self.is_wanted = True
         return is_expected

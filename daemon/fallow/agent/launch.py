@@ -1,4 +1,4 @@
-"""What an agent starts and where: its node, its Slurm job, how many workers go here and what each of them gets."""
+"""What an agent starts: its node, its Slurm job, the number of workers, and each worker's environment and devices."""
 
 import contextlib
 import importlib.util
@@ -17,36 +17,36 @@ from fallow.model import OUTPUT_PIPES, Exit, FallowError, HeadFile, KeyFile
 from fallow.wire.address import host_of, interfaces, local_address_towards
 
 CHANNEL = "FALLOW_CHANNEL_FD"
-"""Variable with the descriptor of the worker's socket to its agent."""
+"""Environment variable with the descriptor of the worker's socket to its agent."""
 _AMD_DRIVER = Path("/dev/kfd")
 _OWN_VARIABLES = (CHANNEL, "FALLOW_WORKER", OUTPUT_PIPES)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One node of an allocation, as its agent sees it, and what is the same for all workers that it starts there."""
+    """One node of an allocation, and the settings that all its workers share."""
 
     run: str
-    "its id"
+    "run id"
     command: Sequence[str]
-    "argv"
+    "argv of each worker"
     environ: Mapping[str, str]
-    "the agent's"
+    "environment of the agent"
     host: str
-    "the node's name, unique among the agents of an allocation"
+    "name of the node, unique among the agents of an allocation"
     job_id: str
     slots: int
     devices: Devices
     address: str
     "local address from which packets to the head leave"
     entry: str
-    "address on which its workers listen for those of other nodes"
+    "address on which the workers listen for workers of other nodes"
 
     def environment(self, start: Start) -> dict[str, str]:
-        """Of the worker that is told this."""
+        """Environment of the worker whose first message is `start`."""
         inherited = {key: value for key, value in self.environ.items() if key not in _OWN_VARIABLES}
         return {
-            # Lines of the main worker should be seen when they are printed.
+            # Show the main worker's lines as soon as they are printed.
             "PYTHONUNBUFFERED": "1",
             **inherited,
             **slot_environment(self.devices, start.slot, self.slots),
@@ -56,25 +56,25 @@ class Launch:
 
 
 def slot_environment(devices: Devices, slot: int, slots: int) -> dict[str, str]:
-    """What the worker in one of a node's slots gets: its rank here and its share of the devices."""
-    # It sees only its own share, so the usual set_device(LOCAL_RANK) has to mean the first of those.
+    """Environment variables of the worker in a slot: its local rank and its share of the devices."""
+    # A worker sees only its share of the devices, so the usual set_device(LOCAL_RANK) must select the first one.
     rank = 0 if devices.count else slot
     return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(slots)} | devices.share(slot, slots)
 
 
 def devices_here() -> Devices:
-    """The GPUs of this node that Slurm has given to the job."""
+    """GPUs of this node that Slurm has given to the job."""
     return visible(os.environ, amd=_AMD_DRIVER.exists())
 
 
 def look_around(keys: KeyFile, head: HeadFile, command: Sequence[str]) -> Launch:
-    """Find out from the environment that Slurm (or `fallow local`) made where we are."""
+    """Describe this node and job from the environment that Slurm or `fallow local` has set."""
     environ, devices = os.environ, devices_here()
     # In a heterogeneous job the leader's id names the allocation.
     names = "SLURM_HET_JOB_ID", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID"
     job_id = next(filter(None, map(environ.get, names)), f"local-{os.getpid()}")
     entry = address = local_address_towards(host_of(head.endpoint))
-    with contextlib.suppress(FallowError):  # the workers find no other one either, and their error is the run's
+    with contextlib.suppress(FallowError):  # the workers fail in the same way, and their error is shown
         entry = data_address(interfaces(), address, head.network, environ)
     return Launch(
         run=keys.run,
@@ -90,15 +90,15 @@ def look_around(keys: KeyFile, head: HeadFile, command: Sequence[str]) -> Launch
 
 
 def with_python(program: str) -> str:
-    """What to do where it cannot be started, to be added to the reason: a Python script is no program by itself."""
+    """Advice after "cannot be started": a Python script needs an interpreter. Empty for other programs."""
     return f"; for a Python script: python {program}" if program.endswith(".py") else ""
 
 
 def under_torchrun(command: Sequence[str]) -> list[str]:
-    """Argv of the worker that starts `command`, which knows nothing of Fallow, anew with each generation (`--restart`).
+    """Argv of a worker that restarts `command`, a script without Fallow, in each generation (`--restart`).
 
     Raises:
-        FallowError: the command is not there or is torchrun itself, or PyTorch is not there.
+        FallowError: the command is missing or is torchrun itself, or PyTorch is missing.
     """
     if Path(command[0]).name == "torchrun" or "torch.distributed.run" in command[:3]:
         raise FallowError(

@@ -1,10 +1,10 @@
-"""L workers become one node: what they report, and their parts of gathers. Pure.
+"""Merge the reports of a node's workers into one report, and their parts of a gather into one part. Pure.
 
-The head reads one report per node, and never sees a single worker. A node has done something once all its workers have.
-What only one of them can know (a failure, a checkpoint) counts as soon as that one says it.
+The head reads one report per node and never sees a single worker. A node has reached a state once all its workers have
+reached it. What one worker alone can know (a failure, a checkpoint) counts as soon as that worker reports it.
 
-Their agent sends the parts of all of them to the head as one, and hands out the answer, in which are the parts of all
-workers of all nodes, in the order of ranks. Gathers within the node the agent answers by itself.
+For a gather among all nodes, the agent sends the parts of its workers to the head as one message. The head's answer has
+the parts of all workers in rank order, and the agent passes it on. The agent itself answers gathers within the node.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,29 +38,29 @@ _PARTS: msgspec.msgpack.Decoder[tuple[bytes, ...]] = msgspec.msgpack.Decoder(tup
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an agent knows of one worker."""
+    """An agent's knowledge of one worker."""
 
     status: Status
-    "the newest; the last one of a worker that has ended"
+    "newest status; after the worker's end its last one"
     age_s: float = 0.0
-    "since that status came"
+    "seconds since that status arrived"
     stopped_s: float = 0.0
-    "for how long its process has been stopped (SIGSTOP)"
+    "seconds for which its process has been stopped (SIGSTOP)"
     mute_s: float = 0.0
-    "for how long it has said nothing; 0: it has come to its end"
+    "seconds without a message from the worker; 0 once it has closed its channel"
     pid: int = 0
-    "0: it has no process"
+    "process id; 0: no process"
 
 
 def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, highest: int) -> Report:
-    """Where the node is.
+    """Merge the states of a node's workers into the node's report.
 
     Args:
-        workers: all of its workers, in the order of their slots.
-        node: its number.
-        boot: which start of its workers this is.
-        seq: higher than that of any earlier report.
-        highest: of all generations that orders for this node have named.
+        workers: all workers of the node, by slot.
+        node: node number.
+        boot: number of this start of the workers.
+        seq: sequence number, higher than in any earlier report.
+        highest: highest generation in any order for this node.
     """
     all_of = [worker.status for worker in workers]
     generation = min(status.generation for status in all_of)
@@ -76,7 +76,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         generation=generation,
         highest=highest,
         prepared=min(status.prepared for status in all_of),
-        refusal=_refusal(_known(status.refusal for status in all_of)),
+        refusal=_refusal(_without_none(status.refusal for status in all_of)),
         given_up=min(status.given_up for status in all_of),
         break_reason=max(all_of, key=attrgetter("given_up")).break_reason,
         passed_boundary=min(status.passed_boundary for status in all_of),
@@ -91,17 +91,17 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         in_call=all(status.in_call for status in all_of),
         deserted=any(status.deserted for status in all_of),
         finish=_finish([status.finish for status in all_of]),
-        fault=next(iter(_known(status.fault for status in all_of)), None),
-        saved=_newest(_known(status.saved for status in all_of)),
-        unsaved=_newest(_known(status.unsaved for status in all_of)),
-        damaged=_newest(_known(status.damaged for status in all_of)),
+        fault=next(iter(_without_none(status.fault for status in all_of)), None),
+        saved=_newest(_without_none(status.saved for status in all_of)),
+        unsaved=_newest(_without_none(status.unsaved for status in all_of)),
+        damaged=_newest(_without_none(status.damaged for status in all_of)),
         healed=max(status.healed for status in all_of),
-        unrecorded=min(_known(status.unrecorded for status in all_of), default=None),
+        unrecorded=min(_without_none(status.unrecorded for status in all_of), default=None),
     )
 
 
 def merge_progress(workers: Sequence[Facts]) -> Progress:
-    """How the training gets on, on the node. What is the same on all members is taken from its first worker."""
+    """Merge the progress of a node's workers. Values that all members share come from the first worker."""
     first, all_of = workers[0].status.progress, [worker.status.progress for worker in workers]
     busy_links: dict[str, float] = {}
     for progress in all_of:
@@ -113,7 +113,7 @@ def merge_progress(workers: Sequence[Facts]) -> Progress:
         epoch=max(progress.epoch for progress in all_of),
         reached=max(progress.reached for progress in all_of),
         shards=sum(progress.shards for progress in all_of),
-        # So many shards a second all of them compute together.
+        # The workers compute in parallel: their rates (shards per second) add up.
         pace_s=1.0 / sum(1.0 / pace_s for pace_s in paces) if all(paces) else 0.0,
         busy_links=busy_links,
         pids=tuple(worker.pid for worker in workers if worker.pid),
@@ -121,7 +121,7 @@ def merge_progress(workers: Sequence[Facts]) -> Progress:
 
 
 def needs_no_beat(beat: Beat) -> Beat:
-    """The heartbeat without what the next one is soon enough for. Any other change is told at once."""
+    """Return the heartbeat without the fields that can wait. A change in what remains is sent at once."""
     report = beat.report
     if report is not None:
         report = msgspec.structs.replace(
@@ -138,110 +138,110 @@ def needs_no_beat(beat: Beat) -> Beat:
     return msgspec.structs.replace(beat, report=report, progress=Progress(), brief=False)
 
 
-def _known(values: Iterable[T | None]) -> list[T]:
+def _without_none(values: Iterable[T | None]) -> list[T]:
     return [value for value in values if value is not None]
 
 
 def _contract(contracts: list[Contract | None]) -> Contract | None:
-    """None until all are ready. If they differ, one that is unlike the first: the head refuses it on the next node."""
-    ready = _known(contracts)
+    """None until all workers are ready. If they differ, return one unlike the first, so that the head refuses it."""
+    ready = _without_none(contracts)
     if len(ready) < len(contracts):
         return None
     return next((contract for contract in ready if contract != ready[0]), ready[0])
 
 
 def _refusal(refusals: list[Refusal]) -> Refusal | None:
-    """Of the newest generation; several workers may each reach other nodes in vain."""
+    """Merge the refusals of the newest generation: each worker may have failed to reach other nodes."""
     newest = max((refusal.generation for refusal in refusals), default=0)
-    said = [refusal for refusal in refusals if refusal.generation == newest]
-    if len(said) < 2:
-        return next(iter(said), None)
+    candidates = [refusal for refusal in refusals if refusal.generation == newest]
+    if len(candidates) < 2:
+        return next(iter(candidates), None)
     tried: dict[int, str] = {}
-    for refusal in said:
+    for refusal in candidates:
         for node, address in zip(refusal.unreachable, chain(refusal.tried, repeat("")), strict=False):
             tried[node] = tried.get(node) or address
-    return msgspec.structs.replace(said[0], unreachable=tuple(tried), tried=tuple(tried.values()))
+    return msgspec.structs.replace(candidates[0], unreachable=tuple(tried), tried=tuple(tried.values()))
 
 
 def _switch(switches: list[Switch | None], generation: int) -> Switch | None:
-    """Of the worker that stood still the longest. None until all of them have gone over."""
-    made = [switch for switch in _known(switches) if switch.generation == generation]
-    if len(made) < len(switches):
+    """Switch of the worker with the longest pause. None until all workers have switched."""
+    matches = [switch for switch in _without_none(switches) if switch.generation == generation]
+    if len(matches) < len(switches):
         return None
     return msgspec.structs.replace(
-        max(made, key=attrgetter("pause_s")),
-        bytes_in_pause=sum(switch.bytes_in_pause for switch in made),
-        bytes_behind=sum(switch.bytes_behind for switch in made),
-        discarded=max(switch.discarded for switch in made),
+        max(matches, key=attrgetter("pause_s")),
+        bytes_in_pause=sum(switch.bytes_in_pause for switch in matches),
+        bytes_behind=sum(switch.bytes_behind for switch in matches),
+        discarded=max(switch.discarded for switch in matches),
     )
 
 
 def _finish(finishes: list[Finish | None]) -> Finish | None:
-    """None until all scripts have ended. Final states that differ make a digest that is unlike that of other nodes."""
-    finished = _known(finishes)
+    """None until all scripts have ended. Different final states give a digest that differs from other nodes' digest."""
+    finished = _without_none(finishes)
     if len(finished) < len(finishes):
         return None
     return msgspec.structs.replace(finished[0], digest="/".join(dict.fromkeys(finish.digest for finish in finished)))
 
 
-def _newest(found: list[Dated]) -> Dated | None:
-    return max(found, key=attrgetter("generation", "step"), default=None)
+def _newest(reports: list[Dated]) -> Dated | None:
+    return max(reports, key=attrgetter("generation", "step"), default=None)
 
 
 class NodeGathers:
-    """The gathers of one start of workers; of the newest `KEPT` generations. The agent repeats what is `unanswered`.
+    """Gathers of one start of workers, for the newest `MAX_GENERATIONS` generations.
 
     Args:
-        node: its number.
-        slots: how many workers it has.
+        node: node number.
+        slots: number of workers on the node.
     """
 
     def __init__(self, node: int, slots: int) -> None:
         self._node, self._slots = node, range(slots)
         self._within_node, self._of_node = Gathers(), Gathers()
-        "each brings the parts of this node's workers together, for themselves and for the head"
-        self._asked: dict[tuple[int, str], Gather | Gathered] = {}
-        "(generation, key) -> what the head was given, and once it has answered, the answer"
+        "gathers of this node's workers: answered by the agent, and to be sent to the head"
+        self._exchanges: dict[tuple[int, str], Gather | Gathered] = {}
+        "(generation, key) -> the gather sent to the head, replaced by the head's answer"
 
     def take(self, slot: int, part: Part) -> tuple[Gathered | Gather | None, Sequence[int]]:
-        """Take a worker's part, or its question which nodes are missing: the head answers that at once.
+        """Take a worker's part, or its question which nodes are missing.
 
         Returns:
-            an answer and the slots to tell it to, or what to send to the head; None: others' parts, or the head's
-            answer, are missing.
+            an answer and the slots that receive it, or a gather for the head and no slots; None while other workers'
+            parts or the head's answer are missing.
         """
         place = part.generation, part.key
-        answer = None if part.within_node else self._asked.get(place)
+        answer = None if part.within_node else self._exchanges.get(place)
         if isinstance(answer, Gathered):
             return answer, [slot]
         if not part.part:
             return Gather(node=self._node, generation=part.generation, key=part.key, part=b""), []
         gathers = self._within_node if part.within_node else self._of_node
         gathers.open(part.generation, self._slots)
-        given = Gather(node=slot, generation=part.generation, key=part.key, part=part.part)
-        found, slots = gathers.take(given)
-        if found is None:
+        own_part = Gather(node=slot, generation=part.generation, key=part.key, part=part.part)
+        gathered, slots = gathers.take(own_part)
+        if gathered is None:
             return None, []
         if part.within_node:
-            return found, slots
-        whole = self._asked[place] = msgspec.structs.replace(
-            given, node=self._node, part=msgspec.msgpack.encode(found.parts)
+            return gathered, slots
+        request = self._exchanges[place] = msgspec.structs.replace(
+            own_part, node=self._node, part=msgspec.msgpack.encode(gathered.parts)
         )
-        newest = sorted({generation for generation, _ in self._asked})[-MAX_GENERATIONS:]
-        self._asked = {place: said for place, said in self._asked.items() if place[0] in newest}
-        return whole, []
+        newest = sorted({generation for generation, _ in self._exchanges})[-MAX_GENERATIONS:]
+        self._exchanges = {place: exchange for place, exchange in self._exchanges.items() if place[0] in newest}
+        return request, []
 
     def hear(self, gathered: Gathered) -> Gathered | None:
-        """Take the head's answer, whose parts are of whole nodes, for all workers. None: nobody waits for it."""
+        """Split the head's answer, with one part per node, into parts of workers. None: no worker waits for it."""
         if gathered.missing:
             return gathered
         place = gathered.generation, gathered.key
-        if not isinstance(self._asked.get(place), Gather):
+        if not isinstance(self._exchanges.get(place), Gather):
             return None
         parts = tuple(part for of_node in gathered.parts for part in _PARTS.decode(of_node))
-        answer = self._asked[place] = msgspec.structs.replace(gathered, parts=parts)
+        answer = self._exchanges[place] = msgspec.structs.replace(gathered, parts=parts)
         return answer
 
     def unanswered(self) -> list[Gather]:
-        """What waits for the head's answer, to be sent again."""
-        return [said for said in self._asked.values() if isinstance(said, Gather)]
+        """Gathers without an answer from the head, to be sent again."""
+        return [exchange for exchange in self._exchanges.values() if isinstance(exchange, Gather)]

@@ -1,4 +1,4 @@
-"""A worker's output: to its log (bounded), the end of its standard error for the head, and to our own on demand."""
+"""A worker's output: copy it to the worker's log, keep the end of standard error, show the main worker's output."""
 
 import contextlib
 import logging
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fallow.files import append_private
-from fallow.model import HIDDEN, SHOWN
+from fallow.model import HIDE_MARK, SHOW_MARK
 from fallow.text import tail
 
 log = logging.getLogger("fallow.agent")
 
 TAIL_LINES = 40
 LOG_LIMIT = 50 * 1024 * 1024
-"A log is renamed to .1 at this size, so a worker's logs take twice as much at most."
+"Size in bytes at which a log is renamed to .1. A worker's logs take at most twice as much."
 _CHUNK = 65536
 _LINE_LIMIT = 4096
-_MARKS = re.compile(b"(" + re.escape(SHOWN) + b"|" + re.escape(HIDDEN) + b")")
+_MARKS = re.compile(b"(" + re.escape(SHOW_MARK) + b"|" + re.escape(HIDE_MARK) + b")")
 
 
 class LogFile:
-    """Append-only log of one worker, private, in two pieces of bounded size."""
+    """Append-only private log of one worker: the current file and the previous one, both of bounded size."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,7 +36,7 @@ class LogFile:
         self.write(b"")
 
     def write(self, data: bytes) -> None:
-        """Append. A disk that is full or away loses the lines of that time, never the worker."""
+        """Append. If the disk is full or unreachable, these lines are lost and the worker goes on."""
         try:
             if self._size + len(data) > LOG_LIMIT:
                 self.close()
@@ -49,7 +49,7 @@ class LogFile:
             self.close()
             if not self._has_complained:
                 self._has_complained = True
-                words = "%s: cannot be written (%s); as long as that is so, output is not kept"
+                words = "%s: cannot be written (%s); until it can, the worker's output is not logged"
                 log.error(words, self._path, error.strerror)
 
     def close(self) -> None:
@@ -60,66 +60,66 @@ class LogFile:
                 os.close(descriptor)
 
 
-class Marked:
-    """One stream of a worker, cut where the worker says that it becomes the main member, or is it no more."""
+class MarkedStream:
+    """Splits a worker's output at the marks by which the worker says whether its output is to be shown."""
 
     def __init__(self) -> None:
         self.speaks: bool | None = None
-        "what the worker has last said; None: nothing yet"
-        self._rest = b""
-        "what may be the beginning of a mark"
+        "the worker's last mark: True shows the output, False hides it; None: no mark yet"
+        self._pending = b""
+        "last bytes, which may be the beginning of a mark"
 
     def cut(self, data: bytes) -> list[tuple[bool | None, bytes]]:
-        """The output without marks, in pieces, each with what `speaks` was when the worker wrote it."""
-        *before, data = _MARKS.split(self._rest + data)  # pieces and marks in turn
+        """Return the output without marks, in pieces of (value of `speaks` for this piece, bytes)."""
+        *before, data = _MARKS.split(self._pending + data)  # pieces and marks in turn
         pieces = []
         for piece, mark in zip(before[::2], before[1::2], strict=True):
             pieces.append((self.speaks, piece))
-            self.speaks = mark == SHOWN
-        kept = next(n for n in range(len(SHOWN) - 1, -1, -1) if data.endswith((SHOWN[:n], HIDDEN[:n])))
-        data, self._rest = data[: len(data) - kept], data[len(data) - kept :]
+            self.speaks = mark == SHOW_MARK
+        mark_bytes = next(n for n in range(len(SHOW_MARK) - 1, -1, -1) if data.endswith((SHOW_MARK[:n], HIDE_MARK[:n])))
+        data, self._pending = data[: len(data) - mark_bytes], data[len(data) - mark_bytes :]
         pieces.append((self.speaks, data))
         return [piece for piece in pieces if piece[1]]
 
     def end(self) -> bytes:
-        """What was held back, now that nothing follows."""
-        rest, self._rest = self._rest, b""
-        return rest
+        """Return the bytes that were held back. Call it at the end of the stream."""
+        pending, self._pending = self._pending, b""
+        return pending
 
 
 class Pump(threading.Thread):
-    """Moves what a worker writes. A thread of its own: a slow log or terminal holds up this worker and no other.
+    """Thread that copies a worker's output, so that a slow log or terminal delays this worker only.
 
-    It makes the two pipes, and ends when the worker has closed both, or at `finish`.
+    It makes the two pipes. It ends when the worker has closed both, or after `finish`.
 
     Args:
-        worker: its name.
-        log: the file that takes all of it.
-        drained: called at the end, in this thread.
-        shown: copy to our own output, too, as long as the worker itself has not said whether.
+        worker: name of the worker.
+        log: path of the log, which takes all output.
+        on_drained: called at the end, in this thread.
+        is_shown: copy the output to the agent's output, too, until the worker's first mark.
     """
 
-    def __init__(self, worker: str, log: Path, drained: Callable[[], None], *, shown: bool) -> None:
+    def __init__(self, worker: str, log: Path, on_drained: Callable[[], None], *, is_shown: bool) -> None:
         super().__init__(name=f"output-{worker}", daemon=True)
-        self.shown = shown
-        "Set by the agent at any time."
+        self.is_shown = is_shown
+        "may be set by the agent at any time"
         stdout, out_end = os.pipe()
         self._stderr, error_end = os.pipe()
         self.ends = out_end, error_end
-        "what the worker writes to; closed here by `start`"
-        self._drained = drained
+        "the worker's ends of the pipes; `start` closes them in this process"
+        self._on_drained = on_drained
         self._log_path = log
         self._sources = {stdout: sys.stdout, self._stderr: sys.stderr}
-        self._marked = {source: Marked() for source in self._sources}
+        self._marked = {source: MarkedStream() for source in self._sources}
         self._mid_line = dict.fromkeys(self._sources, False)
-        "what was copied last is a line without its end"
+        "source -> the last copied line has no end yet"
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._part = b""
         self._stop_read, self._stop_write = os.pipe()
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin, now that the worker has its ends."""
+        """Close the worker's ends, which the worker has inherited, and begin to read."""
         for end in self.ends:
             os.close(end)
         super().start()
@@ -140,7 +140,7 @@ class Pump(threading.Thread):
                     else:
                         selector.unregister(source)
                         open_ends.discard(source)
-                # Only when nothing more is there to read: what the worker wrote before its end counts.
+                # Stop only when the pipes are empty: everything that the worker wrote must be read.
                 if ready == [self._stop_read]:
                     break
         for source, marked in self._marked.items():
@@ -148,16 +148,16 @@ class Pump(threading.Thread):
         for descriptor in (*self._sources, self._stop_read):
             os.close(descriptor)
         log.close()
-        self._drained()
+        self._on_drained()
 
     def _move(self, log: LogFile, source: int, speaks: bool | None, data: bytes) -> None:
-        shown = self.shown if speaks is None else speaks
+        is_shown = self.is_shown if speaks is None else speaks
         log.write(data)
         if source == self._stderr:
             self._keep(data)
-        if not shown and self._mid_line[source]:
-            data, shown = b"\n", True  # another worker's output follows
-        if shown and data:
+        if not is_shown and self._mid_line[source]:
+            data, is_shown = b"\n", True  # another worker's output follows
+        if is_shown and data:
             self._mid_line[source] = not data.endswith(b"\n")
             own = self._sources[source]
             with contextlib.suppress(OSError, ValueError):
@@ -177,5 +177,5 @@ class Pump(threading.Thread):
         return tail([line for line in lines if line.strip()], TAIL_LINES)
 
     def finish(self) -> None:
-        """The worker has ended: stop when its output is read, even if some child of its keeps the pipe open."""
+        """The worker has ended: stop when its output is read, even if one of its children keeps the pipe open."""
         os.close(self._stop_write)

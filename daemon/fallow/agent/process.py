@@ -11,12 +11,12 @@ from fallow.agent.launch import CHANNEL, with_python
 from fallow.agent.output import Pump
 from fallow.core.membership.failures import CRASHES
 from fallow.model import OUTPUT_PIPES
-from fallow.processes import living
+from fallow.processes import find_process
 
 EXEC_FAILED = 127
 _OF_SIGTERM = (signal.SIGTERM, 128 + signal.SIGTERM)
-"Status of a process that has died of it, and of a shell whose command has."
-_TOLD_BY_SHELLS = CRASHES | {
+"Status of a process that died of SIGTERM, and of a shell whose command did."
+_SHELL_SIGNALS = CRASHES | {
     signal.SIGHUP,
     signal.SIGINT,
     signal.SIGQUIT,
@@ -24,47 +24,47 @@ _TOLD_BY_SHELLS = CRASHES | {
     signal.SIGPIPE,
     signal.SIGTERM,
 }
-"""Signals that an exit code above 128 stands for. Other such codes are the script's own choice."""
+"""Signals for which a shell exits with 128 + signal. Other codes above 128 are the script's own."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def inherit_orphans() -> None:
-    """Become the parent of descendants whose parent ends: how a worker ends is told to its parent alone."""
+    """Become the parent of orphaned descendants. Only its parent learns the exit status of a worker."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap_orphans(others: Collection[int]) -> None:
-    """Let inherited processes that have ended go, up to the first one of `others`, whose end somebody else asks for."""
+def reap_orphans(awaited_pids: Collection[int]) -> None:
+    """Reap inherited processes that have ended, up to the first of `awaited_pids`: other code asks for those ends."""
     with contextlib.suppress(ChildProcessError):
         while end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if end.si_pid in others:
+            if end.si_pid in awaited_pids:
                 return
             os.waitpid(end.si_pid, 0)
 
 
 class WorkerProcess:
-    """A started worker. Made in the main thread: the kernel kills a direct child with the *thread* that made it.
+    """The process of a worker. Create it in the main thread: the kernel kills a child with the *thread* that made it.
 
-    It may be a shell, and the worker behind it. Slurm's SIGTERM goes to all processes of a step, and the shell dies of
-    it at once. The worker does not: it leaves at the next step boundary, and only then has this process ended. The
-    worker's end is the agent's to see then (`inherit_orphans`).
+    The process may be a shell with the worker as its child. Slurm's SIGTERM goes to all processes of a step, and the
+    shell dies of it at once. The worker goes on until the next step boundary, and only then does this class report the
+    end. The agent then reaps the worker itself (`inherit_orphans`).
 
     Args:
         command: argv.
-        environment: all of it but what names the descriptors.
-        channel: its end of the socket; closed here.
-        output: takes what it writes.
+        environment: environment, without the variables that name the descriptors.
+        channel: descriptor of the worker's end of the socket; closed here.
+        output: reads the output of the process.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], channel: int, output: Pump) -> None:
         self.has_ended = False
-        "and that was noticed (`poll`)"
+        "the process has ended and `poll` has noticed it"
         self.error = ""
-        "why it could not be started"
+        "reason why the process could not be started; empty: it was started"
         self._speaker, self._speaker_began = 0, ""
-        "process that speaks for the worker, and when it began"
+        "process that sends the worker's messages, and its start time"
         self._status: int | None = None
-        "exit code, or minus the signal, of the process that was started"
+        "exit code, or minus the signal, of the process; None: it runs"
         self._process: subprocess.Popen[bytes] | None = None
         pipes = " ".join(str(os.fstat(end).st_ino) for end in output.ends)
         try:
@@ -84,28 +84,28 @@ class WorkerProcess:
             os.close(channel)
 
     def note_speaker(self, pid: int) -> None:
-        """A process has spoken as this worker. As long as it lives, others that do are children of the script."""
+        """Note the sender of the worker's messages. While it lives, other senders are children of the script."""
         if pid != self._speaker and not self.speaker:
-            found = living(pid)
-            self._speaker, self._speaker_began = pid, "" if found is None else found.started
+            process = find_process(pid)
+            self._speaker, self._speaker_began = pid, "" if process is None else process.started
 
     @property
     def speaker(self) -> int:
-        """The process that has spoken as this worker; 0: none has, or it has ended."""
-        found = living(self._speaker)
-        return self._speaker if found is not None and found.started == self._speaker_began else 0
+        """Id of the process that sends the worker's messages; 0: no message yet, or the process has ended."""
+        process = find_process(self._speaker)
+        return self._speaker if process is not None and process.started == self._speaker_began else 0
 
     @property
     def pid(self) -> int:
-        """0: it has none any more."""
+        """Process id; 0: the process has ended."""
         return 0 if self._process is None or self.has_ended else self._process.pid
 
     def poll(self) -> bool:
-        """True when it has ended, once; then what it left behind in its session's group is killed, too."""
+        """Return True once, when the worker has ended. Also kill what remains of its process group."""
         if self.has_ended:
             return False
         if self._process is not None:
-            # Looked at without reaping: while the zombie is there its number names nobody else's group.
+            # Look without reaping: while the zombie exists, no other process group can have its number.
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is None:
                 return False
@@ -113,7 +113,7 @@ class WorkerProcess:
             if end.si_status in _OF_SIGTERM and self._is_behind_shell:
                 try:
                     ended, how = os.waitpid(self._speaker, os.WNOHANG)
-                except ChildProcessError:  # the shell has seen its end, or another process has inherited it
+                except ChildProcessError:  # the shell or another process has reaped it
                     if self.speaker:
                         return False
                 else:
@@ -127,22 +127,22 @@ class WorkerProcess:
         return True
 
     @property
-    def waited_for(self) -> set[int]:
-        """Processes whose end `poll` has not asked for yet."""
+    def awaited_pids(self) -> set[int]:
+        """Ids of the processes that `poll` has still to reap."""
         return set() if self._process is None or self.has_ended else {self._process.pid, self._speaker}
 
     @property
     def code(self) -> int | None:
-        """Its exit code, once it has ended; None: a signal has ended it."""
+        """Exit code; None: the worker runs, or a signal has ended it."""
         return self._status if self.ended_by is None else None
 
     @property
     def ended_by(self) -> int | None:
-        """The signal that has ended it, or the shell before it, whose exit code tells of the worker's signal."""
+        """Signal that ended the worker, also if a shell reports it as 128 + signal; None: no signal."""
         status = self._status
         if status is None:
             return None
-        if self._is_behind_shell and status - 128 in _TOLD_BY_SHELLS:
+        if self._is_behind_shell and status - 128 in _SHELL_SIGNALS:
             return status - 128
         return -status if status < 0 else None
 
@@ -151,18 +151,18 @@ class WorkerProcess:
         return self._process is not None and self._speaker not in (0, self._process.pid)
 
     def give_up(self, error: str) -> None:
-        """Kill the process at its start. It counts as one that could not be started, for this reason."""
+        """Kill the process at its start. It counts as a process that could not be started because of `error`."""
         self.error = self.error or error
         self.kill()
 
     @property
-    def stopped(self) -> bool:
-        """True while it is stopped (SIGSTOP); one that a debugger holds for a moment is not."""
-        found = living(self.speaker or self.pid)
-        return found is not None and found.state == "T"
+    def is_stopped(self) -> bool:
+        """True while the process is stopped (SIGSTOP). A process that a debugger traces is not."""
+        process = find_process(self.speaker or self.pid)
+        return process is not None and process.state == "T"
 
     def kill(self) -> None:
-        """SIGKILL to the worker and all that it started in its group."""
+        """Send SIGKILL to the worker and its process group."""
         if self._process is not None and not self.has_ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

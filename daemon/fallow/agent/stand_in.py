@@ -1,9 +1,8 @@
-"""A head that this agent starts on its node when no other head is heard.
+"""The stand-in head: a head that an agent starts on its node when the run's head is silent.
 
-Without a head a run that loses a member cannot go on, and a run that ends is not told so. The stand-in head serves the
-same state folder as the head that fell silent, with that head's configuration. The lease of the state folder and the
-store's term keep it from serving beside another one: where the other head lives, the stand-in ends at once and is tried
-again later.
+Without a head, a run that loses a member cannot go on, and a run that has finished does not end. The stand-in head uses
+the state folder and the configuration of the silent head. The lease of the state folder and the store's term make sure
+that only one head serves: if the other head lives, the stand-in head ends at once and the agent retries later.
 """
 
 import contextlib
@@ -21,25 +20,25 @@ from fallow.text import clean
 log = logging.getLogger("fallow.agent")
 
 TURN_S = 60.0
-"""The first node of a job has so much time to start a head before the next node tries."""
+"""Time that each node of a job has to start a head before the next node tries."""
 RETRY_S = (5.0, 60.0)
-"""Wait after the first start that failed, and at most."""
+"""Wait after the first failed start, and the maximum wait."""
 STOP_S = 25.0
-"""From the moment at which it is asked to end until it is killed: it first tells all agents of the job to end."""
-_KEPT = ("SLURM_CONF",)
-_OTHERS = ("SLURM", "SBATCH_", "SRUN_", "FALLOW_", "CUDA_", "NOTIFY_SOCKET")
+"""Time from the request to end until the head is killed. The head first tells all agents of the job to end."""
+_SITE_VARIABLES = ("SLURM_CONF",)
+_JOB_PREFIXES = ("SLURM", "SBATCH_", "SRUN_", "FALLOW_", "CUDA_", "NOTIFY_SOCKET")
 
 
 class StandIn:
     """Starts and ends the stand-in head of one agent.
 
     Args:
-        state: the state folder.
-        address: of this node, on which the head listens.
-        after_s: it is started when no head was heard for so long.
-        log_file: takes what the head writes.
-        environ: the agent's environment.
-        command: that starts a head, without the address.
+        state: state folder.
+        address: address of this node, on which the head listens.
+        after_s: start the head when no head was heard for this many seconds.
+        log_file: path of the head's log.
+        environ: environment of the agent.
+        command: argv that starts a head, without the address.
     """
 
     def __init__(
@@ -58,24 +57,24 @@ class StandIn:
         self._process: subprocess.Popen[bytes] | None = None
         self._retry_s = RETRY_S[0]
         self._not_before = 0.0
-        self._shown = ""
+        self._last_warning = ""
 
     @property
     def pid(self) -> int:
-        """Of the head's process; 0: none runs, as far as `tend` has seen."""
+        """Process id of the head; 0: no head runs, as of the last `tend`."""
         return 0 if self._process is None else self._process.pid
 
     def tend(self, now: float, silent_s: float) -> None:
-        """Start the head when no head was heard for long enough, and note when it has ended.
+        """Start the head when no head was heard for `after_s` seconds, and notice its end.
 
         Args:
-            now: monotonic time, seconds.
-            silent_s: since the last message from a head.
+            now: monotonic time in seconds.
+            silent_s: seconds since the last message from a head.
         """
         if self._process is not None:
             if self._process.poll() is None:
                 return
-            self._ended(now, self._process)
+            self._note_end(now, self._process)
         if silent_s < self._after_s:
             self._retry_s, self._not_before = RETRY_S[0], 0.0
         elif now >= self._not_before:
@@ -87,7 +86,7 @@ class StandIn:
         with contextlib.ExitStack() as files:
             with contextlib.suppress(OSError):
                 errors = files.enter_context(open(append_private(self._log_file), "ab"))
-            # It ends when its standard input does, so it ends with this agent, however the agent ends.
+            # The head ends when its standard input is closed, so it ends with this agent in every case.
             try:
                 self._process = subprocess.Popen(
                     self._argv,
@@ -98,26 +97,26 @@ class StandIn:
                     start_new_session=True,
                 )
             except OSError as error:
-                log.warning("%s", clean(f"the stand-in head cannot be started: {error}; it is tried again"))
+                log.warning("%s", clean(f"the stand-in head cannot be started: {error}; retrying"))
                 self._try_later(now)
 
-    def _ended(self, now: float, process: subprocess.Popen[bytes]) -> None:
+    def _note_end(self, now: float, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is not None:
             process.stdin.close()
         self._process = None
         self._try_later(now)
         last = clean(last_words(self._log_file))
         words = f"the stand-in head has ended with {process.returncode}: {last}; its log: {self._log_file}"
-        if process.returncode and words != self._shown:
+        if process.returncode and words != self._last_warning:
             log.warning("%s", words)
-        self._shown = words
+        self._last_warning = words
 
     def _try_later(self, now: float) -> None:
         self._not_before = now + self._retry_s
         self._retry_s = min(RETRY_S[1], 2 * self._retry_s)
 
     def stop(self) -> None:
-        """Have the head end in order: it leaves its runs to the next head."""
+        """Ask the head to end. It leaves its runs to the next head."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -132,8 +131,10 @@ class StandIn:
 
 
 def head_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a head that is started inside of a job: without what belongs to the job."""
-    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_OTHERS)}
+    """Environment for a head that is started inside a job: without the variables of the job."""
+    return {
+        name: value for name, value in environ.items() if name in _SITE_VARIABLES or not name.startswith(_JOB_PREFIXES)
+    }
 
 
 def _place_in_job(environ: Mapping[str, str]) -> int:

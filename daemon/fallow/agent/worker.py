@@ -1,4 +1,4 @@
-"""A worker as its agent has it: a process, a channel to it, and what it has said last."""
+"""The agent's view of one worker: its process, the channel to it, its output and its last status."""
 
 import logging
 import socket
@@ -19,15 +19,15 @@ log = logging.getLogger("fallow.agent")
 
 
 class Worker:
-    """A worker that is started. To be made in the main thread, in the agent's loop.
+    """A started worker. Create it in the agent's event loop in the main thread.
 
     Args:
-        launch: how.
-        start: the first message to it.
-        shown: its output is copied to the agent's own as long as it does not say itself whether.
-        on_change: called when something changes in its `facts`.
+        launch: command and environment of the worker.
+        start: first message to the worker.
+        is_shown: copy its output to the agent's output, until the worker itself decides that.
+        on_change: called when its `facts` change.
         on_part: called with its part of a gather.
-        drained: called in another thread once all output of the worker that has ended is read.
+        on_drained: called in another thread once the worker has ended and all its output is read.
     """
 
     def __init__(
@@ -35,34 +35,34 @@ class Worker:
         launch: Launch,
         start: Start,
         *,
-        shown: bool,
+        is_shown: bool,
         on_change: Callable[[], None],
         on_part: Callable[[Part], None],
-        drained: Callable[[], None],
+        on_drained: Callable[[], None],
     ) -> None:
         self._name = start.worker
         self._on_change, self._on_part = on_change, on_part
-        ours, theirs = socket.socketpair()
+        agent_end, worker_end = socket.socketpair()
         log_file = RunPaths(Path(start.setup.folder)).log(self._name)
-        self.output = Pump(self._name, log_file, drained, shown=shown)
-        self.process = WorkerProcess(launch.command, launch.environment(start), theirs.detach(), self.output)
+        self.output = Pump(self._name, log_file, on_drained, is_shown=is_shown)
+        self.process = WorkerProcess(launch.command, launch.environment(start), worker_end.detach(), self.output)
         try:
             self.output.start()
         except RuntimeError as error:  # the limit on threads is reached
             self.process.give_up(f"worker {self._name} cannot be started: {error}")
-        self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
+        self.channel = WorkerChannel(agent_end, self._hear, self._lose_channel)
         self.channel.send(start)
         self._has_closed = False
-        "it has said its last words"
+        "the worker has closed its channel"
         self._status, self._status_at = Status(), time.monotonic()
         self._stopped_at: float | None = None
-        "since when its process is seen stopped; monotonic time"
+        "monotonic time since which its process is stopped; None: it is not stopped"
         self._problem = ""
-        "why nothing that it says is understood"
+        "reason why its messages cannot be read; empty: they can"
 
     def look(self) -> bool:
-        """Notice if it was stopped or goes on. True: its process has ended, and this is noticed for the first time."""
-        if self.process.stopped is not self.is_stopped:
+        """Notice whether the process has stopped or continued. Returns True once, when the process has ended."""
+        if self.process.is_stopped is not self.is_stopped:
             self._stopped_at = None if self.is_stopped else time.monotonic()
             self._on_change()
         if not self.process.poll():
@@ -82,7 +82,7 @@ class Worker:
                 self._on_part(message)
 
     def _lose_channel(self, reason: str) -> None:
-        """A worker that closes its end is about to end; one that is not understood cannot be told to."""
+        """Note that the worker is about to end. Kill it if its messages cannot be read."""
         self._has_closed = True
         if reason:
             self._problem = f"worker {self._name}: {clean(reason)}"
@@ -95,20 +95,20 @@ class Worker:
 
     @property
     def is_orderly(self) -> bool:
-        """It has come to the end of its script, or to the boundary at which it had to leave."""
+        """True once the worker has reached the end of its script, or the step boundary at which it had to leave."""
         return self._status.finish is not None or self._status.passed_boundary > 0
 
     @property
     def is_clean(self) -> bool:
-        """It has ended with code 0."""
+        """True if the worker has ended with code 0."""
         return self.process.code == 0
 
     def tail(self) -> str:
-        """Its last words, or why they are not known."""
+        """Last lines of its standard error, or the reason why it was not started or was killed."""
         return self._problem or clean(self.process.error) or self.output.tail()
 
     def facts(self) -> Facts:
-        """What is known of it, also after its end."""
+        """State of the worker, also after its end."""
         now = time.monotonic()
         age_s = now - self._status_at
         return Facts(

@@ -14,7 +14,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.submission.prepare import Submission
 from fallow.core.submission.sbatch import harvest_options, job_environment
 from fallow.files import Paths
-from fallow.model import AllocationKind, BaseStart, DryRun, FallowError, JobRequest, Prospect
+from fallow.model import AllocationKind, BaseStart, DryRun, Estimate, FallowError, JobRequest
 from fallow.text import clean, clean_block, counted
 
 QUERY_S = 10.0
@@ -60,16 +60,16 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
         max_nodes=plan.spec.max_nodes,
         budget_node_hours=plan.spec.budget_node_hours,
         start=start,
-        prospect=prospect,
+        estimate=estimate,
         notes=notes,
     )
 
 
-def _prospect(plan: Submission, notes: list[str]) -> Prospect | None:
+def _estimate(plan: Submission, notes: list[str]) -> Estimate | None:
     """What the run would find by the head's last poll; None, with a note: there is no head, or it has seen no Slurm."""
     spec = msgspec.structs.replace(plan.spec, script="", environment={})
     try:
-        return ask("prospect", Prospect, spec=msgspec.to_builtins(spec))
+        return ask("estimate", Estimate, spec=msgspec.to_builtins(spec))
     except FallowError as error:
         notes.append(f"what is idle now is not known: {error.message}")
         return None

@@ -8,7 +8,7 @@ import click
 from fallow.cli.common import Finite, ask, json_option, moment, show_items, tell
 from fallow.control.protocol import Pruned
 from fallow.model import Exit, FallowError
-from fallow.text import clean, counted, shown
+from fallow.text import clean, counted, quote
 
 DAY_S = 86_400.0
 
@@ -43,7 +43,8 @@ def shrink(run: str, by: int | None, members: tuple[str, ...], as_json: bool) ->
     """Release members of RUN at the next step boundary: the youngest, or those given with --member."""
     if members and by is not None:
         raise FallowError(
-            f"run {shown(run)}: --by counts the youngest members, --member names them; give one of the two", Exit.USAGE
+            f"run {quote(run)}: --by counts the youngest members, --member names them; give one of the two",
+            Exit.USAGE,
         )
     if members:
         ask("release", run=run, members=list(members))

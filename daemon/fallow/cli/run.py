@@ -22,7 +22,7 @@ from fallow.cli.common import restart_option, say
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, read_struct
 from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunReport, RunStatus, slurm_release
-from fallow.processes import living
+from fallow.processes import find_process
 
 SCANCEL_S = 30.0
 SIGNAL_S = 2.0
@@ -227,7 +227,7 @@ def script_processes(proc: Path = Path("/proc")) -> list[int]:
     chain: list[int] = []
     pid = os.getppid()
     while pid > 1:
-        if (process := living(pid, proc)) is None:
+        if (process := find_process(pid, proc)) is None:
             break
         if process.name.startswith("slurmstepd"):
             return chain[::-1]

@@ -1,4 +1,4 @@
-"""The asking end of the control socket."""
+"""Client of the control socket: how the command line asks the head."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import msgspec
 from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, Answer, peer_uid, to_error
 from fallow.files import read_struct
 from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
-from fallow.text import shown
+from fallow.text import quote
 
 T = TypeVar("T")
 
@@ -20,21 +20,25 @@ TIMEOUT_S = 30.0
 CONNECT_S = 5.0
 WATCH_S = 0.5
 RECENT_EVENTS, MOST_EVENTS = 200, 10_000
-"Of the past, and at once."
+"Maximum number of past events that `watch` yields, and of events in one request."
 
 START_ADVICE = "start one with: fallow daemon"
 
 
 def find_head(head_file: Path) -> HeadFile:
-    """Reads `head.json`; says which head is meant when it cannot be the one to ask from here."""
+    """Read `head.json`.
+
+    Raises:
+        FallowError: no head runs, or it runs on another host.
+    """
     try:
         head = read_struct(head_file, HeadFile)
     except FileNotFoundError:
         raise FallowError(f"no head is running for {head_file.parent}; {START_ADVICE}", Exit.UNAVAILABLE) from None
-    here = socket.gethostname()
-    if head.host != here:
+    this_host = socket.gethostname()
+    if head.host != this_host:
         raise FallowError(
-            f"the head of {head_file.parent} runs on {head.host} (pid {head.pid}), this is {here}; "
+            f"the head of {head_file.parent} runs on {head.host} (pid {head.pid}), this is {this_host}; "
             f"ask it there: ssh {head.host} fallow …"
             + (f", or have one here take its place: {START_ADVICE.partition(': ')[2]}" if head.stand_in else ""),
             Exit.UNAVAILABLE,
@@ -43,7 +47,7 @@ def find_head(head_file: Path) -> HeadFile:
 
 
 class ControlClient:
-    """One connection to a head. Use `connect`; close with `aclose` or as an async context manager."""
+    """One connection to a head. Create it with `connect`; close it with `aclose` or as an async context manager."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -51,7 +55,7 @@ class ControlClient:
 
     @classmethod
     async def connect(cls, head_file: Path) -> "ControlClient":
-        """Connects to the head that `head_file` (`Paths.head_file`) names."""
+        """Connect to the head that `head_file` (`Paths.head_file`) names."""
         head = find_head(head_file)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -63,7 +67,7 @@ class ControlClient:
                 Exit.TEMPFAIL,
             ) from None
         except OSError as error:
-            raise _gone(head_file, head, error) from error
+            raise _connection_error(head_file, head, error) from error
         if peer_uid(writer.get_extra_info("socket")) != os.getuid():
             writer.close()
             raise FallowError(f"{head.control} is served by another user; not used", Exit.NOPERM)
@@ -83,13 +87,13 @@ class ControlClient:
     @overload
     async def call(self, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
     async def call(self, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
-        """Asks once and waits for the answer, decoded as `type_`. Raises the head's FallowError."""
+        """Send one request and return the answer, decoded as `type_`. Raises the head's FallowError."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ask(method, params)
                 answer = await self._read()
         except TimeoutError:
-            self._writer.transport.abort()  # a late answer would be taken for that to the next request
+            self._writer.transport.abort()  # a late answer would be taken for the answer to the next request
             raise FallowError(
                 f"the head did not answer {method} within {timeout_s:g} s; it may still carry it out",
                 Exit.TEMPFAIL,
@@ -107,17 +111,17 @@ class ControlClient:
             ) from error
 
     async def watch(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """How the head stands, twice a second, and its events: some of the past, then all that come.
+        """Yield the head's state twice a second, and its events: recent ones first, then all new ones.
 
-        After each snapshot come the events up to its `last_event`. While the store is away none are asked for.
+        Each snapshot is followed by the events up to its `last_event`, except while the store is unavailable.
         """
-        seen, limit = 0, RECENT_EVENTS
+        last_seq, limit = 0, RECENT_EVENTS
         while True:
             snapshot = await self.call("status", Snapshot)
             yield snapshot
-            if seen < snapshot.last_event and not snapshot.head.store_problem:
+            if last_seq < snapshot.last_event and not snapshot.head.store_problem:
                 try:
-                    events = await self.call("events", list[EventRecord], since=seen, limit=limit)
+                    events = await self.call("events", list[EventRecord], since=last_seq, limit=limit)
                 except FallowError as error:
                     if error.code is not Exit.UNAVAILABLE:
                         raise
@@ -125,7 +129,7 @@ class ControlClient:
                     for event in events:
                         if event.seq <= snapshot.last_event:
                             yield event
-                    seen, limit = snapshot.last_event, MOST_EVENTS
+                    last_seq, limit = snapshot.last_event, MOST_EVENTS
             await asyncio.sleep(WATCH_S)
 
     async def _ask(self, method: str, params: dict[str, Any]) -> None:
@@ -133,7 +137,7 @@ class ControlClient:
             line = msgspec.json.encode({"method": method, "params": params}) + b"\n"
         except UnicodeEncodeError as error:
             raise FallowError(
-                f"{method}: {shown(error.object[:128])} is not valid UTF-8; rename what is called so", Exit.DATA
+                f"{method}: {quote(error.object[:128])} is not valid UTF-8; rename what is called so", Exit.DATA
             ) from error
         if len(line) > MAX_REQUEST:
             raise FallowError(
@@ -145,7 +149,7 @@ class ControlClient:
             self._writer.write(line)
             await self._writer.drain()
         except ConnectionError:
-            # The head may have said why before it closed: the answer is read all the same.
+            # The head may have sent a reason before it closed, so the caller still reads the answer.
             return
 
     async def _read(self) -> Answer | None:
@@ -166,16 +170,16 @@ def call(head_file: Path, method: str, *, timeout_s: float = TIMEOUT_S, **params
 @overload
 def call(head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
 def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
-    """One request from code without an event loop: connect, ask, close."""
+    """Connect, send one request, and close. For code without an event loop."""
 
-    async def once() -> Any:
+    async def ask() -> Any:
         async with await ControlClient.connect(head_file) as client:
             return await client.call(method, type_, timeout_s=timeout_s, **params)
 
-    return asyncio.run(once())
+    return asyncio.run(ask())
 
 
-def _gone(head_file: Path, head: HeadFile, error: OSError) -> FallowError:
+def _connection_error(head_file: Path, head: HeadFile, error: OSError) -> FallowError:
     where = f"the head of {head_file.parent} (pid {head.pid} on {head.host})"
     if Path(f"/proc/{head.pid}").exists():
         text = f"{where} does not answer on {head.control} ({error.strerror or error}); look at its log"

@@ -1,4 +1,4 @@
-"""What travels over the control socket: one JSON value per line.
+"""Messages of the control socket, between the command line and the head: one JSON value per line.
 
 -> {"method": "status", "params": {}}
 <- {"result": ...}  or  {"error": {"code": 69, "message": "..."}}
@@ -13,10 +13,10 @@ import msgspec
 from fallow.model import Exit, FallowError, Struct
 
 MAX_REQUEST = 1 << 20
-"""Longest line that the head reads."""
+"""Maximum length in bytes of a request."""
 
 MAX_ANSWER = 64 << 20
-"""Longest line that a client reads: a snapshot of 10,000 nodes is some MiB."""
+"""Maximum length in bytes of an answer. A snapshot of 10,000 nodes takes a few MiB."""
 
 
 class Request(Struct, frozen=True):
@@ -30,15 +30,15 @@ class ErrorBody(Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line from the head. Unknown fields are let through: the head may be newer than the client."""
+    """One line from the head. Unknown fields are ignored: the head may be newer than the client."""
 
     result: msgspec.Raw = msgspec.Raw()
-    "still encoded"
+    "JSON of the result, not decoded yet"
     error: ErrorBody | None = None
 
 
 class Pruned(Struct, frozen=True, kw_only=True):
-    """Result of `prune`, one for each run: its logs and ledgers are gone, and all else where no checkpoint is kept."""
+    """Result of `prune` for one run: its logs and ledgers are deleted, and its folder if no checkpoint is kept."""
 
     run: str
     name: str
@@ -51,13 +51,13 @@ class NewRun(Struct, frozen=True):
 
     run: str
     token: str
-    "of the base allocation"
+    "token of the base allocation"
     folder: str
     key_file: str
 
 
 class BaseJob(Struct, frozen=True):
-    """What `base_submitted` says, as `fallow submit` leaves it in the run's folder for a head that is away."""
+    """Parameters of `base_submitted`. `fallow submit` leaves them in the run's folder if no head answers."""
 
     job_id: str
 
@@ -66,7 +66,7 @@ class LocalAllocation(Struct, frozen=True):
     """Result of `local_allocation`."""
 
     member: str
-    "the name that its node will have"
+    "member name that the node will have"
     token: str
     key_file: str
 
@@ -76,7 +76,7 @@ def error_line(error: FallowError) -> bytes:
 
 
 def to_error(body: ErrorBody) -> FallowError:
-    """The head's error as if it had been raised here; a code that we do not know becomes SOFTWARE."""
+    """Return the head's error as an exception. An unknown code becomes SOFTWARE."""
     try:
         return FallowError(body.message, Exit(body.code))
     except ValueError:
@@ -84,7 +84,7 @@ def to_error(body: ErrorBody) -> FallowError:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a connected Unix socket, as the kernel says."""
+    """Return the user id of the peer of a connected Unix socket, from the kernel."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _pid, uid, _gid = struct.unpack("3i", raw)
     return int(uid)

@@ -1,4 +1,4 @@
-"""The head's end of the control socket."""
+"""Server of the control socket: the head answers the command line."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ from fallow.files import private_dir
 from fallow.model import Exit, FallowError
 
 IDLE_S = 3600.0
-"""A connection that asks nothing for this long is closed."""
+"""A connection without a request for this time is closed."""
 
 SLOW_S = 10.0
-"""A peer that does not take what it is sent for this long is dropped."""
+"""A client that does not read its answer within this time is disconnected."""
 
 MAX_CONNECTIONS = 64
 
@@ -27,14 +27,14 @@ log = structlog.get_logger(__name__)
 
 
 class ControlServer:
-    """A Unix socket in a private folder; only processes of our own user are answered.
+    """A Unix socket in a private folder. Only processes of our own user are answered.
 
-    Which head may serve is for its lease to say: a socket that an earlier one has left is replaced.
+    The head's lease decides which head may serve, so a socket that an earlier head has left is replaced.
 
     Args:
-        path: of the socket.
-        handle: carries one request out, given its method and parameters, and returns JSON; raises FallowError for what
-            the asker should be told, and nothing else.
+        path: path of the socket.
+        handle: executes one request (method, parameters) and returns JSON. It may raise FallowError only, whose message
+            goes to the client.
     """
 
     def __init__(self, path: Path, handle: Callable[[str, dict[str, Any]], Awaitable[msgspec.Raw]]) -> None:
@@ -46,7 +46,7 @@ class ControlServer:
 
     async def start(self) -> None:
         private_dir(self.path.parent)
-        # The folder already keeps others out; the mode of the socket is a second lock on the same door.
+        # The private folder already keeps other users out; the socket's mode is a second protection.
         old = os.umask(0o177)
         try:
             self._server = await asyncio.start_unix_server(
@@ -61,7 +61,7 @@ class ControlServer:
         self._inode = self.path.stat().st_ino
 
     async def close(self) -> None:
-        """Stops listening, ends all connections and removes the socket."""
+        """Stop listening, close all connections and remove the socket."""
         if self._server is None:
             return
         self._server.close()
@@ -70,7 +70,7 @@ class ControlServer:
         await asyncio.gather(*self._peers, return_exceptions=True)
         self._server = None
         with contextlib.suppress(FileNotFoundError):
-            if self.path.stat().st_ino == self._inode:  # not that of a head that has taken over
+            if self.path.stat().st_ino == self._inode:  # not the socket of a head that has taken over
                 self.path.unlink()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,7 @@ class ControlServer:
             pass
         finally:
             self._peers.discard(task)
-            # Whoever did not read its answer in time does not get to delay the close either.
+            # A client that did not read its answer in time must not delay the close.
             if writer.transport.get_write_buffer_size() > MAX_REQUEST:
                 writer.transport.abort()
             writer.close()

@@ -1,15 +1,15 @@
-"""What travels between head, agents and workers, besides reports and orders (`core.membership.messages`).
+"""Messages between head, agents and workers. Reports and orders are in `core.membership.messages`.
 
-All say how things stand, again and again; the newest counts, so whatever is lost, repeated or late does no harm. Only
-ends are said until they are noted.
+A message states the sender's current state, and the receiver acts on the newest message only. So a message that is
+lost, repeated or late does no harm. The exception is the end of workers: the agent repeats `Ended` until `EndNoted`.
 
-Between the head and the agent of a node, over ZeroMQ: an agent says `Hello` after every new connection and for each
-start of its workers, until it is `Admitted`. From then on it sends a `Beat`, at the beat's pace and at once when
-anything but progress has changed, and each is answered by `News`. Orders, and ends of workers, come and go beside that.
+Head and agent talk over ZeroMQ. An agent sends `Hello` on every new connection and for each start of its workers, until
+the head answers `Admitted`. Then it sends a `Beat` every `beat_s` seconds, and at once when anything but the progress
+changes. The head answers each `Beat` with a `BeatReply`. Orders and ends of workers travel independently of beats.
 
-Between an agent and one of its workers, over a socket that the worker inherits (`wire.frames`): a worker needs no key
-and no network of its own to be ordered, for who has the descriptor is the worker. It says how it stands (`Status`) at
-the beat's pace, and at once when anything but progress has changed. What it wrote before its end is read behind it.
+Agent and worker talk over a socket that the worker inherits (`wire.frames`). The worker needs no key and no network:
+the process that holds the descriptor is the worker. It sends a `Status` every `beat_s` seconds, and at once when
+anything but the progress changes. The agent still reads what the worker wrote before its process ended.
 """
 
 from typing import Annotated
@@ -39,147 +39,147 @@ Pids = Annotated[tuple[Count, ...], Meta(max_length=1024)]
 
 
 class Progress(Wire, frozen=True, kw_only=True):
-    """How the training gets on, for people and for the planner. It decides nothing about the membership."""
+    """Progress of the training, for people and for the planner. The membership does not depend on it."""
 
     epoch: Count = 0
     reached: tuple[Count, Count] = (0, 0)
-    "number of the pass over data in progress, finished steps in it"
+    "number of the current pass over the data, finished steps in that pass"
     loss: float | None = None
     samples_per_s: Rate = 0.0
-    "of the whole global batch"
+    "samples of the global batch per second"
     shards: Shards = 0
-    "of a full step that the node computes"
+    "number of shards of a full step that the node computes"
     pace_s: Seconds = 0.0
-    "seconds per shard that the node measured; its workers compute shards side by side. 0: not known yet"
+    "measured seconds per shard of the node, whose workers compute shards in parallel; 0: not measured yet"
     total_steps: Count | None = None
     scalars: Scalars = msgspec.field(default_factory=dict)
     busy_links: Fractions = msgspec.field(default_factory=dict)
-    "address of another node -> part of the last seconds (0..1) in which the connection to it was busy; the busiest"
+    "address of another node -> fraction (0..1) of the last seconds in which the connection was busy; busiest only"
     pids: Pids = ()
-    "of its workers, in their order"
+    "process ids of the node's workers, by slot"
 
 
 # -- agent -> head ---------------------------------------------------------------------------------------------------
 
 
 class Hello(Wire, frozen=True, kw_only=True, tag="hello"):
-    """An agent introduces its workers; answered by `Setup` and `Admitted`, or by `Refused`.
+    """An agent introduces its workers. The head answers `Setup` and `Admitted`, or `AgentRefused`.
 
-    Its form stays: no field is added without a default, renamed or removed, in no version. So a head reads the `Hello`
-    of any version, and can say whom it refuses.
+    No version removes or renames a field, or adds a field without a default. So a head can read the `Hello` of every
+    version and name the agent that it refuses.
     """
 
     host: Id
     "SLURMD_NODENAME, else the host's name; unique among the agents of a token"
     token: Id
     process: Id = ""
-    "made up by the agent when it begins: another agent on this node, after this one, says another"
+    "random id of the agent process; a later agent on the same node has another one"
     version: Name
-    "of Fallow, for people: what peers understand is told by the version of their messages"
+    "version of Fallow, for people only; the version of the message format decides about compatibility"
     job_id: Id
-    "Slurm job id of the allocation (the leader's of a heterogeneous job), or local-PID"
+    "Slurm job id of the allocation (of a heterogeneous job: the leader's id), or local-PID"
     boot: Count
-    "which start of its workers, from 1"
+    "number of this start of the node's workers, from 1"
     slots: Slots
     entry: Name
-    "address on which its workers listen for others"
+    "address on which the workers listen for other members"
     node: Count = 0
-    "the number that these workers were given before; 0: none yet"
+    "node number that the head has given to these workers; 0: none yet"
 
 
 class Beat(Wire, frozen=True, kw_only=True, tag="beat"):
-    """Heartbeat of an agent; answered by `News`."""
+    """Heartbeat of an agent. The head answers `BeatReply`."""
 
     report: Report | None = None
-    "None: no worker of it is admitted, or all have ended"
+    "None: the node has no admitted worker, or all its workers have ended"
     progress: Progress = Progress()
     warned: Code = 0
-    "the signal by which Slurm warned this node (preemption, scancel or time limit); 0: it has not"
+    "signal by which Slurm has warned this node (preemption, scancel or time limit); 0: no warning"
     brief: bool = False
-    "progress is left out: it is as it was told last"
+    "the beat has no progress: the progress of the last beat still holds"
 
 
 class Ended(Wire, frozen=True, kw_only=True, tag="ended"):
-    """All workers of a node have ended. Said until `EndNoted`."""
+    """All workers of a node have ended. The agent repeats it until `EndNoted`."""
 
     node: Count
     boot: Count
     code: Code | None
-    "exit status of the worker that ended first, or that ended all; None when a signal ended it"
+    "exit status of the worker whose end decides (`agent.crew`); None: a signal ended it"
     signal: Code | None = None
     tail: Prose = ""
-    "last lines of its standard error, sanitized"
+    "last lines of that worker's standard error, sanitized"
     report: Report | None = None
-    "the last one: it has what workers said at their end"
+    "last report of the node, with what its workers said at their end"
     is_ordered: bool = False
-    "an order had told them to end"
+    "an order had told the workers to end"
 
 
-class Left(Wire, frozen=True, kw_only=True, tag="left"):
-    """The agent is ending; none of its workers is there any more."""
+class AgentLeft(Wire, frozen=True, kw_only=True, tag="left"):
+    """The agent is about to exit with `code`. None of its workers runs any more."""
 
     code: Code
 
 
-FromAgent = Hello | Beat | Ended | Left | Gather
+FromAgent = Hello | Beat | Ended | AgentLeft | Gather
 
 # -- head -> agent ---------------------------------------------------------------------------------------------------
 
 
 class Setup(Wire, frozen=True, kw_only=True, tag="setup"):
-    """What an agent and its workers must know before the script reaches `prepare`. Nothing of it changes later."""
+    """Settings that an agent and its workers need before the script calls `prepare`. They do not change later."""
 
     run: Id
     folder: Name
     "the run's folder on the shared file system (0700)"
     seed: Count
     max_workers: Count
-    "the run's maximum number of workers; the default number of shards"
+    "the run's maximum number of workers, which is the default number of shards"
     beat_s: Seconds
     lease_s: Seconds
     patience_s: Annotated[float, Meta(gt=0)]
-    "a worker that cannot go on gives up when the head was silent for so long; infinity: it never does"
+    "a blocked worker gives up after the head has been silent for this long, in seconds; infinity: never"
     checkpoint_folder: Name
-    "of the run's checkpoints (0700)"
+    "folder of the run's checkpoints (0700)"
     checkpoint_s: Seconds = 0.0
-    "seconds between durable checkpoints; 0: only those that somebody asks for"
+    "seconds between durable checkpoints; 0: checkpoints on request only"
     network: DataNetwork = DataNetwork()
 
 
 class Admitted(Wire, frozen=True, kw_only=True, tag="admitted"):
-    """The number of the workers of this start: now they may be started."""
+    """The head has given a number to the node. The agent may start the workers of this boot."""
 
     node: Count
     boot: Count
 
 
 class Introduce(Wire, frozen=True, kw_only=True, tag="introduce"):
-    """No record knows the node that the agent reports for: say `Hello` again, with that number."""
+    """The head has no record of the node in the agent's report. The agent must send `Hello` again with `node`."""
 
     node: Count
 
 
-class News(Wire, frozen=True, kw_only=True, tag="news"):
-    """The answer to a `Beat`: the head is alive, and how the run stands. An agent hands it to its workers."""
+class BeatReply(Wire, frozen=True, kw_only=True, tag="news"):
+    """The head's answer to a `Beat`: the head is alive, and this is the state of the run. Agents pass it to workers."""
 
     term: Count
     boot: Count = 1
-    "which start of the agent's workers is wanted: where theirs has ended and this is higher, others are started"
+    "start of workers that the head wants; the agent starts new workers if its own have ended and this number is higher"
     ends_in_s: Finite | None = None
-    "seconds until the node goes away; None: not known"
+    "seconds until the allocation of the node ends; None: not known"
     joins: bool = False
-    """members train already and absorb this node when it is ready, so it rehearses first; False before a first start
-    and before one after a suspension"""
+    """True: members are training and absorb this node when it is ready, so the node rehearses first. False before the
+    first start and before a start after a suspension"""
     step: Count = 0
-    "finished steps of the member that is furthest"
+    "finished steps of the most advanced member"
     epoch: Count = 0
-    "in which the members are; a hint for `run.epochs`, corrected at the switch"
+    "current epoch of the members; a hint for `run.epochs`, corrected at the switch"
     reached: tuple[Count, Count] = (0, 0)
-    "where the foremost member is in its data: a newcomer to a stream reads its way there"
+    "data position of the most advanced member; a newcomer to a stream reads up to this position"
     checkpoint_in_s: Finite | None = None
-    "seconds until the next periodic one is due, whoever wrote the last; None: not known, or there are none"
+    "seconds until the next periodic checkpoint is due; None: not known, or no periodic checkpoints"
     checkpoints_asked: Count = 0
-    "how many somebody has asked for by hand: one is due if this has grown"
+    "number of checkpoints requested by hand so far; an increase means that one is due"
 
 
 class EndNoted(Wire, frozen=True, kw_only=True, tag="end-noted"):
@@ -188,9 +188,9 @@ class EndNoted(Wire, frozen=True, kw_only=True, tag="end-noted"):
 
 
 class EndAgent(Wire, frozen=True, kw_only=True, tag="end-agent"):
-    """End the agent: workers are given `kill_after_s` to exit by themselves, then killed; exit with `code`.
+    """The agent must end with exit code `code`. It kills workers that have not exited after `kill_after_s` seconds.
 
-    Code 0 means that the run is finished and the lines after `fallow run` belong to this allocation.
+    Code 0: the run is finished, and this allocation executes the script's lines after `fallow run`.
     """
 
     term: Count
@@ -199,61 +199,61 @@ class EndAgent(Wire, frozen=True, kw_only=True, tag="end-agent"):
     kill_after_s: Seconds = 5.0
 
 
-class Refused(Wire, frozen=True, kw_only=True, tag="refused"):
-    """The head will not talk to this agent. An agent that was never admitted prints `message` and ends with `code`.
+class AgentRefused(Wire, frozen=True, kw_only=True, tag="refused"):
+    """The head rejects this agent. An agent that was never admitted prints `message` and exits with `code`.
 
-    Its form stays, as that of `Hello` does: an agent reads the `Refused` of a head of any version.
+    Like `Hello`, this message keeps its fields in all versions: an agent can read the refusal of every head.
     """
 
     code: Code
     message: Prose
 
 
-ToAgent = Setup | Admitted | Introduce | Order | News | EndNoted | EndAgent | Refused | Gathered
+ToAgent = Setup | Admitted | Introduce | Order | BeatReply | EndNoted | EndAgent | AgentRefused | Gathered
 
 # -- agent -> worker -------------------------------------------------------------------------------------------------
 
 
 class Start(Wire, frozen=True, kw_only=True, tag="start"):
-    """The first message: who the worker is, and all that does not change while it lives."""
+    """First message to a worker: its identity and all settings that do not change while it runs."""
 
     worker: Id
-    "its name: `n3`, or `n3.1` where the node has several"
+    "name of the worker: `n3`, or `n3.1` on a node with several workers"
     node: Count
     slot: Count
-    "its place among the node's workers, from 0"
+    "index of the worker on its node, from 0"
     slots: Slots
     address: Name
     "local address from which packets to the head leave"
     setup: Setup
 
 
-class Heard(Wire, frozen=True, kw_only=True, tag="heard"):
-    """Sent at the beat's pace, so that a worker knows for how long the head has been silent."""
+class HeadSilence(Wire, frozen=True, kw_only=True, tag="heard"):
+    """Tells a worker, every `beat_s` seconds, for how long the head has been silent."""
 
     silent_s: Seconds
 
 
-ToWorker = Start | Order | News | Heard | Gathered
+ToWorker = Start | Order | BeatReply | HeadSilence | Gathered
 
 # -- worker -> agent -------------------------------------------------------------------------------------------------
 
 
 class Status(WorkerState, frozen=True, kw_only=True, tag="status"):
-    """How one worker stands."""
+    """State of one worker."""
 
     progress: Progress = Progress()
 
 
 class Part(Wire, frozen=True, kw_only=True, tag="part"):
-    """One worker's part of a gather."""
+    """One worker's contribution to a gather."""
 
     generation: Count
     key: Name
     part: Blob
-    "empty: the question which nodes have not given their part; the agent passes it on at once"
+    "empty: the worker asks which nodes are missing, and the agent forwards the question at once"
     within_node: bool = False
-    "only the workers of this node take part: their agent answers by itself"
+    "only the workers of this node take part, and their agent answers without the head"
 
 
 FromWorker = Status | Part

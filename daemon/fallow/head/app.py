@@ -355,7 +355,7 @@ class Head:
             with self._count_errors(f"send {type(message).__name__}"):
                 self._router.send(peer, message)
             if keeps_up and number % SENT_AT_ONCE == 0:
-                keeps_up = await self._router.encrypted()
+                keeps_up = await self._router.wait_until_encrypted()
 
     def _write_report(self, run: Run) -> None:
         """Write a run's report. `fallow run` reads the report to decide whether the rest of the script runs, so this

@@ -13,7 +13,7 @@ from fallow.head.peers.agents import give_up_agent, note_agent_end, request_due_
 from fallow.head.slurm import neighbours
 from fallow.head.state.registry import Run
 from fallow.model import AllocationState, MemberPhase
-from fallow.processes import living
+from fallow.processes import find_process
 
 MARGIN_PART = 1 / 3
 """Largest part of a job's time that may be reserved for leaving the job."""
@@ -167,4 +167,4 @@ def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
     kind, _, number = (allocation.job_id or "").partition("-")
     if kind == "local" and number.isdecimal():
         pids.append(int(number))
-    return bool(pids) and not any(map(living, pids))
+    return bool(pids) and not any(map(find_process, pids))

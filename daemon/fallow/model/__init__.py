@@ -1,15 +1,14 @@
-"""The vocabulary: frozen structs and enums shared by every layer.
+"""The vocabulary: frozen structs and enums that all layers share.
 
-These types are part of messages (`core.protocol`) and of stored records (`core.records`), and they are the JSON of the
-command line. They hold no behaviour beyond trivial derived values.
+These types are part of messages (`core.protocol`), of stored records (`core.records`) and of the command line's JSON.
+They have no behaviour beyond trivial derived values.
 
-Words: a *run* is one elastic training; a *job* is a Slurm job; an *allocation* is one job held for a run (`base`:
-what the user asked for, `harvest`: one node picked up idle); an *agent* is one process per node; a *worker* is one
-training process; a *member* is a node, its agent with all its workers, of the current *generation*. See
-`docs/architecture.md`.
+Words: a *run* is one elastic training. A *job* is a Slurm job. An *allocation* is one job that a run holds (`base`: the
+user's own job, `harvest`: one idle node). An *agent* is one process per node, a *worker* one training process. A
+*member* is a node (its agent and all its workers) that trains in the current *generation*. See `docs/architecture.md`.
 
-Times: fields ending in `_s` are seconds (float). Points in time that cross a process border are either Unix
-seconds (`*_at`, for people) or relative (`*_in_s`, for decisions), so that clock skew never moves a deadline.
+Times: fields ending in `_s` are seconds (float). A point in time in a message is either Unix seconds (`*_at`, for
+people) or relative (`*_in_s`, for decisions), so that clock skew never moves a deadline.
 """
 
 from fallow.model.base import *

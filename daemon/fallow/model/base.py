@@ -1,4 +1,4 @@
-"""What every other type is made of: the bases, exit codes, errors and enums."""
+"""Base classes, exit codes, errors and enums."""
 
 import signal
 from enum import IntEnum, StrEnum
@@ -8,16 +8,16 @@ import msgspec
 from fallow.model.bounds import Seconds
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
-"""Has a worker write its training thread's stack to its log. A real-time signal: scripts and Slurm use the others."""
+"""Makes a worker write its training thread's stack to its log. Real-time, because scripts and Slurm use the others."""
 
-SHOWN, HIDDEN = b"\x00\x16fallow output 1\x16", b"\x00\x16fallow output 0\x16"
-"""Marks that a worker writes into its own output, of one length: what follows is the main member's, or it is not."""
+SHOW_MARK, HIDE_MARK = b"\x00\x16fallow output 1\x16", b"\x00\x16fallow output 0\x16"
+"""Marks of equal length in a worker's output: show, or hide, the output that follows. The main member's is shown."""
 
 OUTPUT_PIPES = "FALLOW_OUTPUT_PIPES"
-"""Variable with the inode numbers of the pipes that are a worker's standard output and error."""
+"""Environment variable with the inode numbers of the pipes of a worker's standard output and error."""
 
 ACCOUNT_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}\Z"
-"""Names of accounts and QOSes, where they are taken as options of sbatch."""
+"""Names of accounts and QOSes that become options of sbatch."""
 
 ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 """Run ids, tokens and worker ids. They become job names, file names and Redis keys."""
@@ -72,21 +72,21 @@ class AllocationKind(StrEnum):
 
 class AllocationState(StrEnum):
     UNKNOWN = "unknown"
-    "sbatch failed or timed out: the job may exist; looked up by token until the horizon passes"
+    "sbatch failed or timed out, so the job may exist; polls look for its token until a time limit"
     PENDING = "pending"
     RUNNING = "running"
     RELEASING = "releasing"
     ENDED = "ended"
     LOST = "lost"
-    "never appeared in Slurm within the horizon"
+    "the job did not appear in Slurm within that time limit"
 
 
 class RunStatus(StrEnum):
     WAITING = "waiting"
-    "no member yet; waits for the first allocation"
+    "no member yet; the run waits for its first allocation"
     TRAINING = "training"
     SUSPENDED = "suspended"
-    "no member; state is in a durable checkpoint; goes on when a node arrives"
+    "no member; the state is in a durable checkpoint, and the run continues when a node arrives"
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -105,37 +105,39 @@ class ChangeKind(StrEnum):
 
 
 class Doing(StrEnum):
-    """Where a worker's training thread is, and a node if all of its workers are there."""
+    """What a worker's training thread is doing, or all workers of a node."""
 
     WORKING = "working"
-    "in the loop: in a body, or on the way to the next"
+    "executing the loop over `run.updates`"
     WAITING = "waiting"
-    "for the other members or for a new generation"
+    "waiting for other members or for a new generation"
     OUTSIDE = "outside"
-    "in code of the script's outside of `run.updates`"
+    "executing code of the script outside of `run.updates`"
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pause went, in seconds. Workers tell it to the head, so unknown fields are ignored."""
+    """Duration of the phases of a pause, in seconds. Workers send it to the head, so unknown fields are ignored."""
 
     drain: Seconds = 0.0
-    "waiting for the slowest member's last step"
+    "wait for the slowest member's last step"
     group: Seconds = 0.0
+    "new process group"
     state: Seconds = 0.0
+    "transfer of state to newcomers"
     data: Seconds = 0.0
-    "the new plan, the old group's dismissal, and the wait for the first batch"
+    "new data plan, end of the old process group, and wait for the first batch"
 
 
 class MemberPhase(StrEnum):
-    """Of a node that serves a run, from its arrival to its end."""
+    """Phase of a node of a run, from its arrival to its end."""
 
     STARTING = "starting"
-    "its workers run, and have not rehearsed"
+    "its workers run and have not rehearsed"
     READY = "ready"
-    "rehearsed; a warm standby until a generation takes it in"
+    "its workers have rehearsed; the node waits for the next generation"
     MEMBER = "member"
     LEAVING = "leaving"
-    "a member that the next generation will be without"
+    "a member that will not be in the next generation"
     SILENT = "silent"
-    "given up because it was not heard. It may be well: when it is heard again, it is taken back"
+    "ejected because its heartbeats stopped; it returns when its agent is heard again"
     GONE = "gone"

@@ -1,7 +1,7 @@
-"""Bounds of the numbers, texts and lists that cross a boundary: control socket, ZeroMQ and store.
+"""Bounds of numbers, texts and lists in messages: control socket, ZeroMQ and store.
 
-A field of one of these types is checked where bytes become objects, so what is behind that can rely on it. A number
-within its bounds can be added, multiplied by a few thousand and written to the store or to JSON again.
+Decoding checks a field of one of these types, so the code behind can rely on the bounds. A number within its bounds can
+be added, multiplied by a few thousand, and written to the store or to JSON again.
 """
 
 from typing import Annotated, TypeVar
@@ -11,19 +11,19 @@ from msgspec import Meta
 T = TypeVar("T")
 
 MOST = 2**53 - 1
-"""The largest whole number that every reader of JSON keeps."""
+"""Largest integer that every JSON parser represents exactly."""
 
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 """Steps, generations, samples, bytes, process ids."""
 
 Positive = Annotated[int, Meta(ge=1, le=1_000_000)]
-"""At least one, of things that are handed out one by one."""
+"""A count of at least one."""
 
 Nodes = Annotated[int, Meta(ge=0, le=1_000_000)]
-"""Nodes of a run; beyond every cluster. A run of no node at all is refused with words of its own."""
+"""Nodes of a run. The upper bound exceeds every cluster; 0 is refused elsewhere, with its own message."""
 
 MOST_SLOTS, MOST_MINUTES, MOST_SEED, MOST_SHARE = 1024, 10_000_000, 2**63 - 1, 1e9
-"""Of numbers that people write into scripts, where they are told of the bound in words."""
+"""Upper bounds of numbers in scripts; the check of scripts names the bound."""
 
 Slots = Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
 """Workers of one node."""
@@ -41,31 +41,31 @@ Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 """An exit code or the number of a signal."""
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
-"""A length of time. Neither infinite nor NaN."""
+"""A duration. Neither infinite nor NaN."""
 
 Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""The difference of two times, which a race may make negative."""
+"""Difference of two times. A race may make it negative."""
 
 Moment = Annotated[float, Meta(ge=0.0, le=1e12)]
 """Unix time."""
 
 Rate = Annotated[float, Meta(ge=0.0, le=1e18)]
-"""So many in a second."""
+"""Number per second."""
 
 Share = Annotated[float, Meta(ge=0.0, le=MOST_SHARE)]
-"""A weight, or node-hours."""
+"""A weight, or a number of node-hours."""
 
 Id = Annotated[str, Meta(max_length=255, pattern=r"^[^\x00-\x20\x7f/]*\Z")]
-"""A run, token, worker, agent, node or key: one word, and no part of a path."""
+"""Id of a run, token, worker, agent, node or key: one word without /, so that it is safe in a path."""
 
 Key = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public key (Z85)."""
 
 Name = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00]*\Z")]
-"""What a person called something, a path, or an address."""
+"""A name that a person chose, a path, or an address."""
 
 Prose = Annotated[str, Meta(max_length=200_000)]
-"""Words for people: reasons, messages, tracebacks."""
+"""Text for people: reasons, messages, tracebacks."""
 
 Text = Annotated[str, Meta(max_length=1 << 20, pattern=r"^[^\x00]*\Z")]
 """A whole script, or the value of a variable."""
@@ -80,9 +80,9 @@ Many = Annotated[list[T], Meta(max_length=100_000)]
 """Nodes, workers, tensors, keys."""
 
 Scalars = Annotated[dict[Name, float], Meta(max_length=100_000)]
-"""What a script logs; it may log NaN."""
+"""Values that a script logs, by name; NaN is allowed."""
 
 Fractions = Annotated[dict[Name, Annotated[float, Meta(ge=0.0, le=1.0)]], Meta(max_length=1024)]
-"""Parts of one, by name."""
+"""Fractions (0..1), by name."""
 
 Environment = Annotated[dict[Name, Text], Meta(max_length=100_000)]

@@ -1,4 +1,4 @@
-"""What Slurm says (filled by a Slurm client, read by the core), and what it is asked for."""
+"""The state of the cluster, as a Slurm client reads it for the core, and jobs to submit."""
 
 import re
 
@@ -13,31 +13,31 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     "DRAIN, COMPLETING, PLANNED, NOT_RESPONDING, MAINTENANCE, RESERVED, POWERED_DOWN ..."
     partitions: list[str] = []
     arch: str = ""
-    "as `uname -m` says: x86_64, aarch64; empty when not known"
+    "output of `uname -m`: x86_64, aarch64; empty: not known"
     cpus: int = 0
-    "that jobs can get: none that are kept for the system; so with memory"
+    "CPUs for jobs, without those reserved for the system; likewise `memory_mb`"
     cpus_used: int = 0
     memory_mb: int = 0
     memory_used_mb: int = 0
-    "what jobs were given, not what they use"
+    "memory allocated to jobs, whether they use it or not"
     gpus: int = 0
     gpus_used: int = 0
     gpu_types: dict[str, int] = {}
     "type -> GPUs; the type is empty where the site names none"
     gpu_types_used: dict[str, int] = {}
     gres: list[str] = []
-    "names of what it has besides GPUs: nvme, shard ..."
+    "names of its generic resources besides GPUs: nvme, shard ..."
     features: list[str] = []
-    "active ones"
+    "active features"
     owner: str = ""
-    "the only user whose jobs may run there now (ExclusiveUser)"
+    "only user whose jobs may run on the node now (ExclusiveUser); empty: any"
     reservation: str = ""
-    "in which it is now, and which a run of the head's owner names"
+    "current reservation of the node, if a run of the head's owner names it"
 
 
 class JobInfo(Struct, frozen=True, kw_only=True):
     job_id: str
-    "as squeue -O JobID gives it: the component's own id for a heterogeneous job"
+    "as in squeue -O JobID; of a heterogeneous job, the component's own id"
     name: str
     user: str
     state: str
@@ -47,14 +47,14 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     nodes: list[str] = []
     num_nodes: int = 1
     planned_nodes: list[str] = []
-    "nodes that backfill has set aside for a pending job"
+    "nodes that backfill plans for a pending job"
     restarts: int = 0
-    "how often Slurm has requeued it; 0 also where that is not known"
+    "number of requeues; 0 also if not known"
     submit_at: float | None = None
     clock_offset_s: float = 0.0
-    "what slurmctld's clock was ahead of ours, as has been taken off its times"
+    "seconds by which slurmctld's clock is ahead of ours; already subtracted from the times here"
     start_at: float | None = None
-    "for a pending job: the planned start, if the scheduler gave one"
+    "start time; of a pending job the planned start, None without a plan"
     end_at: float | None = None
     time_limit_s: float | None = None
     preempt_at: float | None = None
@@ -64,36 +64,36 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     account: str = ""
     qos: str = ""
     constraint: str = ""
-    "features that it asks for, in sbatch's words: a100&ib, [rack1|rack2]"
+    "requested features, in sbatch's syntax: a100&ib, [rack1|rack2]"
     cpus_per_node: int = 1
-    "these four: what a node must have for it at least; totals are divided by num_nodes and rounded up"
+    "minimum per node, as the next three fields; totals are divided by num_nodes and rounded up"
     memory_mb_per_node: int = 0
-    "0: nothing asked for, or all of the node"
+    "0: no request, or all memory of the node"
     gpus_per_node: int = 0
     gpu_type: str = ""
     "empty: any"
     gres: list[str] = []
-    "names of what else each of its nodes must have; how many of each is not told"
+    "names of other generic resources that each node must have; their numbers are not known"
     licenses: dict[str, int] = {}
-    "of the cluster, as long as it runs: name -> number"
+    "cluster licenses of the job: name -> number"
     exclusive: bool = False
-    "takes whole nodes, because it or its partition says so"
+    "the job takes whole nodes, because the job or its partition requests it"
     exclusive_user: bool = False
-    "shares nodes with jobs of its own user alone (--exclusive=user)"
+    "the job shares nodes only with jobs of its own user (--exclusive=user)"
     required_nodes: list[str] = []
     excluded_nodes: list[str] = []
-    "empty where the client does not say: squeue has no field for it before 24.05"
+    "empty also if not known: squeue has no such field before 24.05"
     eligible_at: float | None = None
-    "before that it cannot start (--begin); None while it waits for a dependency"
+    "earliest start (--begin); None while the job waits for a dependency"
     reservation: str = ""
     array_job_id: str = ""
-    "of an element of a job array, or of all its elements that wait"
+    "id of the job array, of an element or of all waiting elements"
     array_tasks: str = ""
-    "elements of a job array that wait, in Slurm's words: 3-9,12%2"
+    "waiting elements of a job array, in Slurm's syntax: 3-9,12%2"
 
     @property
     def submitted(self) -> float | None:
-        """The time of submission by slurmctld's own clock: it stays the same however the clocks differ from then on."""
+        """Time of submission on slurmctld's clock, which does not change when the clocks drift apart."""
         return None if self.submit_at is None else self.submit_at + self.clock_offset_s
 
 
@@ -106,24 +106,25 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     default: bool = False
     priority_tier: int = 1
     preempt_mode: str = "OFF"
-    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND (`core.neighbour.preemption`)"
+    "how its jobs are preempted, in capitals: OFF, CANCEL, REQUEUE, SUSPEND (`core.neighbour.preemption`)"
     grace_s: float = 0.0
     preempted_by: list[str] | None = None
-    "QOS whose jobs may preempt ours, if they alone decide; None: the tiers do"
+    "QOS whose jobs may preempt ours, under preempt/qos; None: priority tiers decide"
     unpreempted: frozenset[str] = frozenset()
-    "where its jobs are preempted: those of its nodes on which nobody may do so"
+    "nodes of the partition on which no other job can preempt its jobs"
     qos: str = ""
-    "whose limits hold for its jobs; empty: none"
+    "partition QOS, whose limits hold for its jobs; empty: none"
     exclusive: bool = False
     "OverSubscribe=EXCLUSIVE: every job takes whole nodes"
     exclusive_user: bool = False
-    "a node runs the jobs of one user at a time"
+    "a node runs jobs of one user only at a time"
     min_nodes: int = 1
+    "minimum nodes of a job"
     max_nodes: int | None = None
-    "both per job; None: unlimited"
+    "maximum nodes of a job; None: unlimited"
     root_only: bool = False
     allow_accounts: list[str] = []
-    "these five: empty means all may, or nobody is denied"
+    "empty, as in the next four fields: all are allowed, or nobody is denied"
     deny_accounts: list[str] = []
     allow_qos: list[str] = []
     deny_qos: list[str] = []
@@ -132,7 +133,7 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def preempts(self) -> bool:
-        """Does Slurm itself give nodes back? A suspended job keeps its GPUs."""
+        """True if Slurm itself takes nodes back. Suspension does not count: a suspended job keeps its GPUs."""
         return self.preempt_mode in ("CANCEL", "REQUEUE")
 
 
@@ -143,11 +144,11 @@ class ReservationInfo(Struct, frozen=True, kw_only=True):
     end_at: float
     flags: list[str] = []
     own: bool = False
-    "it has begun, and a run of the head's owner names it"
+    "the reservation has begun, and a run of the head's owner names it"
 
 
 class ClusterState(Struct, frozen=True, kw_only=True):
-    """One batched poll. `at` is Unix time of the answer; all times are on the clock of who asked, not on Slurm's."""
+    """Result of one poll. `at` is the Unix time of the answer. All times are on our clock, not on Slurm's."""
 
     at: float
     nodes: list[NodeInfo]
@@ -155,37 +156,37 @@ class ClusterState(Struct, frozen=True, kw_only=True):
     partitions: list[PartitionInfo]
     reservations: list[ReservationInfo] = []
     clock_offset_s: float = 0.0
-    "slurmctld's clock is so far ahead; taken off every time here"
+    "seconds by which slurmctld's clock is ahead; already subtracted from all times here"
 
 
 class ClusterConfig(Struct, frozen=True, kw_only=True):
-    """What rarely changes; read at start and hourly."""
+    """Slurm's configuration. Read at the head's start and every hour."""
 
     cluster: str
     slurm_version: str
     controllers: list[str] = []
-    "hosts of slurmctld, the first is the primary; an address where the site gives one"
+    "hosts of slurmctld, the primary first; the address if the site configures one"
     preempt_type: str = ""
     "preempt/partition_prio, preempt/qos; empty: none"
     preempt_mode: str = "OFF"
-    "of jobs whose partition or QOS has none of its own; as in `PartitionInfo`"
+    "default for partitions and QOS without their own mode; values as in `PartitionInfo`"
     qos_preempt_modes: dict[str, str] = {}
-    "under preempt/qos: QOS -> how its jobs are preempted; those alone that some other QOS may preempt"
+    "under preempt/qos: QOS -> preempt mode of its jobs, for each QOS that another QOS may preempt"
     qos_preempted_by: dict[str, list[str]] = {}
-    "and those others"
+    "under preempt/qos: QOS -> other QOS that may preempt its jobs"
     qos_grace_s: dict[str, float] = {}
-    "and what its jobs are left, once they have been told; those alone that are left any time"
+    "under preempt/qos: QOS -> grace time of its jobs in seconds, if not 0"
     preempt_exempt_s: float = 0.0
-    "nobody preempts a job before it has run for so long, where no QOS says otherwise"
+    "seconds for which a job runs before it may be preempted, for QOS without their own value"
     qos_exempt_s: dict[str, float] = {}
-    "QOS -> the same; those alone that have a value of their own"
+    "QOS -> its own value of `preempt_exempt_s`"
     qos_unknown: bool = False
-    "the accounting has not answered yet, so what is about QOS may lack what it would say"
+    "the accounting has not answered yet, so the fields about QOS may be incomplete"
     accounting: bool = False
-    "the cluster has one"
+    "the cluster has accounting"
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
-    "negative: there is no backfill"
+    "negative: no backfill"
     message_timeout_s: float = 10.0
     private_data: list[str] = []
     priority_type: str = ""
@@ -194,15 +195,15 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "factor -> weight, of priority/multifactor: Age, FairShare, ..., each TRES"
     priority_flags: list[str] = []
     site_factor: str = ""
-    "plugin that adds to priorities what it likes; empty: none"
+    "plugin that changes priorities of jobs; empty: none"
     select_type: str = ""
     "select/cons_tres and select/cons_res share nodes between jobs, select/linear never does"
 
 
 def slurm_release(text: str) -> tuple[int, ...]:
-    """The release that a text names, of Slurm or of pyslurm: (22, 5) of `slurm-wlm 22.05.8`; empty: it names none."""
-    found = re.search(r"(\d+)\.(\d+)", text)
-    return tuple(map(int, found.groups())) if found else ()
+    """Return the release of Slurm or pyslurm in a text: (22, 5) for `slurm-wlm 22.05.8`; empty: no release."""
+    match = re.search(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 class JobRequest(Struct, frozen=True, kw_only=True):

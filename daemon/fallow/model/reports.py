@@ -5,30 +5,30 @@ from enum import StrEnum
 from fallow.model.base import Struct
 
 PRUNED = "pruned"
-"""Key of the row of all runs that were pruned."""
+"""Key of the usage row that sums all pruned runs."""
 
 
 class Source(StrEnum):
-    """Where a node-second went that Slurm allocated to a run's jobs."""
+    """Use of a node-second that Slurm allocated to a run's jobs."""
 
     BASE = "base"
-    "trained by the allocation that the user asked for"
+    "training on the user's own allocation"
     HARVESTED = "harvested"
-    "trained by one that was picked up idle"
+    "training on a harvested node"
     START_UP = "start_up"
-    "from the start of its job until it was a member's"
+    "from the start of the job until the node was a member"
     HAND_OVER = "hand_over"
-    "in pauses in which the membership changed"
+    "pauses for changes of the membership"
     DISCARDED = "discarded"
-    "for steps that were done again after a kill"
+    "steps that were repeated after a kill"
     STANDBY = "standby"
-    "ready, and not a member for the time being"
+    "ready, but not a member"
     DRAINED = "drained"
-    "from its last step until Slurm had the node back"
+    "from the node's last step until Slurm had the node back"
     CUT_SHORT = "cut_short"
-    "Slurm ended the job (preemption, walltime, node failure) before it was a member's"
+    "Slurm ended the job (preemption, time limit, node failure) before the node was a member"
     NOTHING = "nothing"
-    "the job ended by itself or by us before it was a member's"
+    "the job ended by itself or by Fallow before the node was a member"
 
     @property
     def wasted(self) -> bool:
@@ -39,31 +39,31 @@ class Amount(Struct, frozen=True, kw_only=True):
     node_s: float
     gpu_s: float
     cost: float | None = None
-    "None: there is no price table"
+    "None: no prices are configured"
 
 
 class UsageRow(Struct, frozen=True, kw_only=True):
     """Usage of one run, project or day. `allocated` = `base` + `harvested` + `wasted`."""
 
     key: str
-    "run id, or `pruned`: runs that were pruned; account; UTC day, or month where that is long ago; of the sum: total"
+    "run id, or `pruned` for all pruned runs; account; UTC day, or month for old usage; `total` for the sum"
     allocated: Amount
     base: Amount
     harvested: Amount
     wasted: Amount
     causes: dict[Source, Amount]
-    "`wasted` by cause; causes that did not occur are not there"
+    "`wasted` by cause, without causes that did not occur"
     jobs: int
     useless_jobs: int
-    "of them, those in which nothing was ever trained"
+    "number of jobs that never trained"
     budget_node_s: float | None = None
-    "of a run: its budget, if it has one"
+    "budget of the run in node-seconds; None: no budget, or not a run"
     budget_left_s: float | None = None
-    "what may still be asked for"
+    "rest of that budget"
 
 
 class DelayReport(Struct, frozen=True, kw_only=True):
-    """`others_delayed`: time that others' jobs waited because a node was still ours."""
+    """`others_delayed`: time for which jobs of other users waited because Fallow still held a node."""
 
     jobs: int = 0
     p95_s: float = 0.0
@@ -74,12 +74,12 @@ class LimitView(Struct, frozen=True, kw_only=True):
     """One limit of Slurm's accounting that binds the owner."""
 
     of: str
-    "whom it binds: `user ann in account lab`, `account lab`, `QOS normal`"
+    "holder of the limit: `user ann in account lab`, `account lab`, `QOS normal`"
     name: str
-    "as Slurm writes it: MaxSubmitJobs, GrpTRES node, ..."
+    "Slurm's name of the limit: MaxSubmitJobs, GrpTRES node, ..."
     limit: float
     used: float | None
-    "None: it holds for each job by itself"
+    "current use; None: a limit for each single job"
 
 
 class ShareView(Struct, frozen=True, kw_only=True):
@@ -88,11 +88,11 @@ class ShareView(Struct, frozen=True, kw_only=True):
     account: str
     partition: str
     shares: float
-    "normalized: the part of the machine that is the owner's"
+    "the owner's normalized share of the machine"
     usage: float
-    "effective usage, normalized; above `shares` the factor falls"
+    "normalized effective usage; the factor falls as it exceeds `shares`"
     factor: float
-    "0 to 1; multiplies the site's fair-share weight in the priority of all the owner's jobs"
+    "0..1; factor of the site's fair-share weight in the priority of the owner's jobs"
 
 
 class PriorityView(Struct, frozen=True, kw_only=True):
@@ -101,11 +101,11 @@ class PriorityView(Struct, frozen=True, kw_only=True):
     job_id: str
     priority: float
     factors: dict[str, float]
-    "weighted: age, fairshare, nice ..."
+    "weighted factors of the priority: age, fairshare, nice ..."
 
 
 class OwnerView(Struct, frozen=True, kw_only=True):
-    """What Slurm's accounting says about the head's owner."""
+    """Limits, shares and priorities of the head's owner, from Slurm's accounting."""
 
     user: str
     at: float
@@ -113,30 +113,30 @@ class OwnerView(Struct, frozen=True, kw_only=True):
     shares: list[ShareView] = []
     priorities: list[PriorityView] = []
     notes: list[str] = []
-    "what could not be learned, and why"
+    "data that Slurm did not give, with reasons"
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
     at: float
     by: str
     since: str | None
-    "first day that is counted; None: all"
+    "first day of the report; None: all days"
     currency: str
     rows: list[UsageRow]
     total: UsageRow
     others_delayed: DelayReport | None
     owner: OwnerView | None
-    "None: Slurm was not asked yet"
+    "None: not read from Slurm yet"
 
 
 # -- fallow simulate -------------------------------------------------------------------------------------------------
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """What a policy made of the idle nodes.
+    """Result of a policy in the simulator.
 
-    `ideal_ratio` is useful work ÷ the work of the same idle nodes with free, instant rescaling. `utility` is what the
-    planner aims at, in the same way: the sum over runs of weight x log(1 + speed) ÷ the best possible.
+    `ideal_ratio` is useful work ÷ the work of the same idle nodes with free, instant rescaling. `utility` is the
+    planner's objective relative to its best possible value: the sum over runs of weight x log(1 + speed).
     """
 
     ideal_ratio: float
@@ -153,11 +153,11 @@ class Score(Struct, frozen=True, kw_only=True):
 class PolicyScore(Score, frozen=True, kw_only=True):
     name: str
     notes: list[str] = []
-    "what is worth knowing about this play, for people"
+    "remarks about this simulation, for people"
 
 
 class TraceRead(Struct, frozen=True, kw_only=True):
-    """Where the load came from; bad lines by reason, and what the trace did not say."""
+    """The trace of a simulation: its jobs, bad lines by reason, and assumptions about missing data."""
 
     name: str
     jobs: int
@@ -167,15 +167,15 @@ class TraceRead(Struct, frozen=True, kw_only=True):
 
 
 class SimReport(Score, frozen=True, kw_only=True):
-    """The figures of the first policy that was asked for, and of all of them."""
+    """Scores of the first requested policy, and in `policies` of all requested policies."""
 
     policies: list[PolicyScore]
     trace: TraceRead
     seed: int
     seconds: float
-    "of the trace that were played"
+    "simulated seconds of the trace"
     arm: str
-    "under which rules it was played"
+    "name of the rules of the simulation"
 
 
 # -- fallow submit --dry-run -----------------------------------------------------------------------------------------
@@ -189,41 +189,41 @@ class WouldAsk(Struct, frozen=True, kw_only=True):
     nodes: int
 
 
-class Prospect(Struct, frozen=True, kw_only=True):
-    """What a run would find, by the head's last poll."""
+class Estimate(Struct, frozen=True, kw_only=True):
+    """Estimate of the nodes that a run would get, from the head's last poll."""
 
     polled_at: float
     idle_nodes: int
-    "in partitions that may be harvested"
+    "number of idle nodes in partitions that may be harvested"
     asks: list[WouldAsk]
-    "harvest jobs that would be asked for at once, after the base job has begun"
+    "harvest jobs that the head would submit first, once the base job has begun"
     nodes: int
-    "of the run, with its base job, if all idle nodes that it could use were asked for, one interval after the other"
+    "nodes of the run, base job included, once the head has requested all idle nodes that the run can use"
     notes: list[str] = []
 
 
 class BaseStart(Struct, frozen=True, kw_only=True):
-    """What `sbatch --test-only` says of the base job."""
+    """Result of `sbatch --test-only` for the base job."""
 
     says: str
-    "in Slurm's words"
+    "Slurm's message"
     refused: bool = False
-    "it would not be submitted at all"
+    "Slurm would reject the job"
 
 
 class DryRun(Struct, frozen=True, kw_only=True):
     base: list[str]
-    "sbatch and its arguments; RUN and its tokens are named by the head"
+    "argv of sbatch, with placeholders for the run id and tokens, which the head chooses"
     base_environment: dict[str, str]
     base_script: str
     harvest: list[str]
-    "likewise of a harvest job; partition and minutes are examples"
+    "argv of sbatch for a harvest job; partition and minutes are examples"
     harvest_script: str
     min_nodes: int
     max_nodes: int
     budget_node_hours: float | None
     start: BaseStart | None
-    "None: Slurm could not be asked"
-    prospect: Prospect | None
-    "likewise"
+    "None: Slurm could not be reached"
+    estimate: Estimate | None
+    "None: the head could not be reached"
     notes: list[str] = []

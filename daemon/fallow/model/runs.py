@@ -1,4 +1,4 @@
-"""Runs, and the files by which a head is found (all 0600 in 0700 folders)."""
+"""Runs, and the files by which agents and the command line find a head (0600 in 0700 folders)."""
 
 from fallow.model.base import AllocationKind, Struct
 from fallow.model.bounds import (
@@ -19,10 +19,10 @@ from fallow.model.bounds import (
 
 
 class DataNetwork(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Where members listen for each other, as the head's configuration has it (`[network]`). Part of messages."""
+    """Where members listen for each other: `[network]` of the configuration. Part of messages."""
 
     interface: Name = ""
-    "in the words of NCCL_SOCKET_IFNAME; empty: any"
+    "in the syntax of NCCL_SOCKET_IFNAME; empty: any"
     subnet: Name = ""
     "CIDR; empty: any"
     member_ports: Name = ""
@@ -30,7 +30,7 @@ class DataNetwork(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False
 
 
 class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """`STATE/head.json`: where the head is. Rewritten at every start. Agents of an earlier Fallow read it, too."""
+    """`STATE/head.json`: address of the head, written at its start. Agents of older versions read it, too."""
 
     version: str
     host: str
@@ -43,13 +43,13 @@ class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     "path of the control socket on `host`"
     started_at: float
     network: DataNetwork = DataNetwork()
-    "an agent says in its first message on which address its workers will listen"
+    "an agent needs it for its `Hello`, which names the address of its workers"
     stand_in: bool = False
-    "an agent has started this head; it gives way to one that is started by hand"
+    "an agent has started this head; it ends when the user starts a head"
 
 
 class KeyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head, and newer ones."""
+    """`STATE/runs/RUN/keys/TOKEN.json`: keys with which an allocation's agents reach the head and its successors."""
 
     run: str
     token: str
@@ -59,13 +59,13 @@ class KeyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     head_file: str
     "path of head.json, read again when the head does not answer"
     stand_in_after_s: float | None = None
-    "the agent starts a head itself when it has heard none for so long; None: never"
+    "seconds without a head after which the agent starts a stand-in head; None: never"
     workers_per_node: int | None = None
-    "None: one per visible GPU, else one"
+    "None: one per visible GPU, or one without GPUs"
 
 
 class RunSpec(Struct, frozen=True, kw_only=True):
-    """What the user asked for; fixed for the life of the run."""
+    """The user's request. It does not change during the run."""
 
     run: Id
     name: Name
@@ -73,26 +73,26 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     max_nodes: Nodes
     workers_per_node: Slots | None = None
     harvest_partitions: Few[Name] = []
-    "empty: the head's configured ones"
+    "empty: the partitions of the head's configuration"
     script: Text = ""
-    "the batch script as submitted"
+    "batch script as submitted"
     args: Many[Text] = []
     sbatch_options: Few[Text] = []
-    "options of the base submission, in canonical --long=value form, script header included"
+    "options of the base job as --long=value, including those in the script's header"
     harvest_options: Few[Text] = []
-    "the subset that may reach harvest jobs (account, gres, constraint ...)"
+    "subset of the options that harvest jobs get, too (account, gres, constraint ...)"
     harvest_account: Name = ""
-    "of harvest jobs, before what the configuration says; empty: nothing was said"
+    "account of harvest jobs, which overrides the configuration; empty: not set"
     environment: Environment = {}
     cwd: Name = ""
     umask: Mode = 0o077
     budget_node_hours: Share | None = None
     weight: Share = 1.0
-    "of its gain beside that of other runs of the same project"
+    "weight of its gain relative to other runs of the same project"
     deadline_at: Moment | None = None
-    "Unix time by which it should be done"
+    "Unix time by which the run should be finished"
     outlives_base: bool = False
-    "scancel of the base job does not end it"
+    "scancel of the base job does not end the run"
     min_harvest_minutes: Minutes = 2
     seed: Seed = 0
     local: bool = False

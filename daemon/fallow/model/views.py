@@ -23,35 +23,36 @@ class SampleReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lost: int
     duplicated: int
     unknown: int = 0
-    "of steps whose records a full or hanging disk kept out of the ledgers: the audit is incomplete. Not shown when 0"
+    "samples of steps that a full or hanging disk kept out of the ledgers, so the audit is incomplete. Omitted if 0"
 
 
 class GenerationReport(Struct, frozen=True, kw_only=True):
     generation: int
     kind: ChangeKind
     members: list[str]
-    "names of its nodes in rank order"
+    "member names in rank order"
     first_step: int | None
     pause_s: float | None
     parts: Parts
     bytes_in_pause: int = 0
-    "of state that newcomers received inside the pause"
+    "bytes of state that newcomers received during the pause"
     bytes_behind: int = 0
-    "of state that they received while the others were in the first step"
+    "bytes of state that newcomers received while the others were in the first step"
     reason: str = ""
     at: float = 0.0
     took_s: float | None = None
-    "from the head's decision (a loss: from the news of it) until every member computed in it"
+    "seconds from the head's decision (or from the news of a loss) until all members computed"
 
 
 class RollbackReport(Struct, frozen=True, kw_only=True):
-    """The run was taken back by hand: steps after `to_step` that were done before were done again, on purpose."""
+    """A rollback by hand: the run repeated the steps after `to_step` on purpose."""
 
     generation: int
-    "the first that began from there"
+    "first generation after the rollback"
     from_step: int
-    "finished steps when the members went back, as far as the head had heard"
+    "finished steps before the rollback, as last reported to the head"
     to_step: int
+    "finished steps after the rollback"
 
 
 class RunReport(Struct, frozen=True, kw_only=True):
@@ -69,22 +70,22 @@ class RunReport(Struct, frozen=True, kw_only=True):
     rolled_back: list[RollbackReport] = []
     message: str = ""
     traceback: str = ""
-    "of the failure that ended the run"
+    "traceback of the failure that ended the run"
     rest_in: str = ""
-    "token of the allocation in which the lines after `fallow run` run"
+    "token of the allocation that executes the script's lines after `fallow run`"
     reproducible: bool = False
-    "the result does not depend on the membership, bit for bit"
+    "the result is bitwise independent of the membership"
     steps_repeated: int = 0
-    "steps that were done again because a gradient came after the others of its bucket"
+    "number of steps repeated because a gradient arrived after the others of its bucket"
 
     @property
     def sound(self) -> bool:
-        """Finished, and every sample was used exactly once."""
+        """True if the run is finished and every sample was used exactly once."""
         return self.status is RunStatus.FINISHED and not self.samples.lost and not self.samples.duplicated
 
 
 class NewEvent(NamedTuple):
-    """A line of the event log that has no number yet: an `EventRecord` but for `seq`."""
+    """A new line of the event log: an `EventRecord` without `seq`."""
 
     at: float
     run: str | None
@@ -106,27 +107,27 @@ class EventRecord(Struct, frozen=True, kw_only=True):
 
 
 class MemberView(Struct, frozen=True, kw_only=True):
-    """A node of a run, from the time at which its agent comes."""
+    """A node of a run whose agent has registered."""
 
     member: str
     "n0, n1 ... in order of arrival"
     node: str
-    "its host"
+    "host name"
     token: str
     allocation: AllocationKind
     phase: MemberPhase
     rank: int | None
-    "of its first worker; None: it does not compute"
+    "rank of its first worker; None: the node does not compute"
     workers: int
     step: int
     ends_in_s: float | None
     last_seen_s: float
     pids: list[int] = []
-    "of its workers"
+    "process ids of its workers"
     shards: int = 0
-    "of a full step that it computes"
+    "number of shards of a full step that it computes"
     pace_s: float = 0.0
-    "seconds per shard; 0: not known yet"
+    "seconds per shard; 0: not measured yet"
 
 
 class AllocationView(Struct, frozen=True, kw_only=True):
@@ -144,7 +145,7 @@ class CheckpointState(StrEnum):
     USABLE = "usable"
     DAMAGED = "damaged"
     ASIDE = "aside"
-    "the run has gone on from an earlier step since; never loaded"
+    "the run has since gone back to an earlier step; such a checkpoint is never loaded"
 
 
 class CheckpointView(Struct, frozen=True, kw_only=True):
@@ -159,18 +160,18 @@ class CheckpointView(Struct, frozen=True, kw_only=True):
     path: str
     state: CheckpointState
     asked: bool
-    "by hand: kept until it is deleted by hand"
+    "requested by hand; kept until it is deleted by hand"
     problem: str = ""
 
 
 class SpeedView(Struct, frozen=True, kw_only=True):
-    """A number of nodes that is worth having: each is faster than the ones before."""
+    """Speed with a number of nodes. Each entry of a list is faster than the entries before it."""
 
     nodes: int
-    "of all allocations together"
+    "number of nodes in all allocations"
     steps_per_s: float
     measured: bool
-    "with so many nodes, by this run or an earlier one of the same script and model; else foretold"
+    "measured by this run or an earlier run of the same script and model; False: predicted"
 
 
 class RunView(Struct, frozen=True, kw_only=True):
@@ -180,7 +181,7 @@ class RunView(Struct, frozen=True, kw_only=True):
     min_nodes: int
     max_nodes: int
     limit: int
-    "nodes wanted at most now (grow/shrink move it)"
+    "current maximum number of nodes, which grow and shrink change"
     generation: int
     step: int
     total_steps: int | None
@@ -190,31 +191,31 @@ class RunView(Struct, frozen=True, kw_only=True):
     members: list[MemberView]
     allocations: list[AllocationView]
     change: str | None
-    "a membership change under way, in words"
+    "current change of the membership, in words; None: no change"
     scalars: dict[str, float | None] = {}
-    "what the script logs; None: no number or beyond all, which JSON cannot tell"
+    "values that the script logs; None: NaN or infinite, which JSON cannot represent"
     message: str = ""
     without_agent: list[str] = []
-    "of each job that runs and whose agents do not come: what to look at"
+    "advice for each running job whose agents have not registered"
     paused: str = ""
-    "why no nodes are asked for; empty: they are"
+    "reason why the run requests no nodes; empty: it does"
     created_at: float = 0.0
     useful: int = 0
-    "nodes that would have something to do: the limit, or as many as the shards of a step keep busy if they are fewer"
+    "number of nodes that would have work: the limit, or fewer if a step has too few shards"
     barred: dict[str, str] = {}
-    "node -> why the run does without it"
+    "node -> reason why the run does not use it"
     drained: list[str] = []
-    "nodes that it does without until it is resumed"
+    "nodes that the run does not use until `fallow resume`"
     checkpoints: list[CheckpointView] = []
     "newest first"
     speeds: list[SpeedView] = []
-    "empty: nothing is known yet"
+    "by number of nodes; empty: not known yet"
     target: int | None = None
-    "harvested nodes that it has and asks for, without those that it gives back, as of the last plan"
+    "harvested nodes that the run holds or requests after the last plan, without those that it returns"
     weight: float = 1.0
     deadline_at: float | None = None
     ahead_s: float | None = None
-    "of the deadline's schedule; negative: behind; None: no deadline, or not known yet how long the run takes"
+    "seconds ahead of the deadline's schedule; negative: behind; None: no deadline, or no prediction yet"
 
     @property
     def training(self) -> list[MemberView]:
@@ -234,30 +235,30 @@ class NodeView(Struct, frozen=True, kw_only=True):
     node: str
     partitions: list[str]
     state: str
-    "as Slurm says it"
+    "Slurm's state of the node"
     owner: NodeOwner
     run: str | None = None
     gpus: int = 0
     ends_in_s: float | None = None
     ending: bool = False
-    "ours, and its job is over but for Slurm, which still had it at the last poll"
+    "our job has ended, but Slurm still had it at the last poll"
     unused: str = ""
-    "why an idle node is not used, as of the last plan"
+    "reason why the last plan did not use this idle node"
 
 
 class InternalError(Struct, frozen=True, kw_only=True):
-    """Errors of one kind that nobody expected: a bug, or input that should have been refused."""
+    """Unexpected errors of one kind: a bug, or input that should have been refused."""
 
     source: str
-    "what was being done: tick, plan, Slurm poll, message Beat ..."
+    "activity that failed: tick, plan, Slurm poll, message Beat ..."
     error: str
-    "type and words of the last one"
+    "type and text of the last error"
     line: str
     "file and line of the code"
     count: int
-    "since the head's start"
+    "number of errors since the head's start"
     run: str | None
-    "the run that the last one cost; None: none"
+    "run that failed because of the last error; None: no run"
     first_at: float
     last_at: float
 
@@ -275,25 +276,25 @@ class HeadView(Struct, frozen=True, kw_only=True):
     poll_interval_s: float
     polls: int
     endpoint: str = ""
-    "where agents find it: tcp://ADDRESS:PORT"
+    "address for agents: tcp://ADDRESS:PORT"
     agents: int
     workers: int
-    "of all members"
+    "number of workers of all members"
     others_delayed: DelayReport = DelayReport()
     stopped: str = ""
-    "why nothing is harvested at all; empty: it is"
+    "reason why the head harvests nothing; empty: it harvests"
     store_problem: str = ""
-    "why the head can write nothing down, so that nothing changes; empty: it can"
+    "reason why the head cannot write its state, so that it changes nothing; empty: it can"
     stand_in: bool = False
     "an agent has started this head on a node of a base job"
     not_harvested: dict[str, str] = {}
-    "partition -> why nodes are not asked for there, though the configuration would have it"
+    "configured partition -> reason why the head does not harvest it"
     internal_errors: list[InternalError] = []
-    "empty: all went as it should since the head's start"
+    "unexpected errors since the head's start"
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything that `status` and `top` see."""
+    """Everything that `fallow status` and `fallow top` show."""
 
     at: float
     head: HeadView

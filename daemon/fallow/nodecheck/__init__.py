@@ -1,4 +1,4 @@
-"""A look at the nodes of an allocation, from their GPUs' side: `fallow doctor --gpu` starts it on each node.
+"""Check of an allocation's GPUs and network: `fallow doctor --gpu` starts it on each node.
 
-In: a folder that all nodes see. Out: one JSON value from the first worker (`core.checks.gpu_checks.AllocationFacts`).
+Input: a folder that all nodes see. Output: one JSON value from the first worker (`core.checks.gpu_checks.Found`).
 """

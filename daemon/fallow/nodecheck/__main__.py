@@ -1,6 +1,6 @@
-"""`python -m fallow.nodecheck FOLDER SECONDS`: one task of srun per node, which starts a worker for each GPU there.
+"""`python -m fallow.nodecheck FOLDER SECONDS`: one srun task per node, which starts a worker for each of its GPUs.
 
-A worker's arguments go on with NODE RANK SIZE. There is no head: workers meet through files in FOLDER, which all see.
+A worker has the further arguments NODE RANK SIZE. No head is involved: workers exchange files in FOLDER.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _POLL_S = 0.05
 
 
 def main() -> int:
-    """Start the workers of this node; ends with the first exit code that is not 0."""
+    """Start the workers of this node. Returns the first exit code that is not 0."""
     folder, measured_s = Path(sys.argv[1]), sys.argv[2]
     if len(sys.argv) > 3:
         from fallow.nodecheck.worker import work
@@ -32,7 +32,7 @@ def main() -> int:
     gathers.give("workers", str(count).encode())
     counts = gathers.parts("workers", MEETING_S)
     if counts is None:
-        sys.stderr.write(f"{node}: not all nodes came within {MEETING_S:g} s; do they all see {folder}?\n")
+        sys.stderr.write(f"{node}: some nodes did not answer within {MEETING_S:g} s; do all nodes see {folder}?\n")
         return 1
     before = [int(text) for text in counts]
     workers = []
@@ -47,20 +47,20 @@ class FolderGathers:
     """Gathers of `size` participants (`worker.transport.rendezvous.Gathers`).
 
     Args:
-        folder: belongs to this user, and to one meeting.
-        place: this participant's, from 0.
-        size: how many there are.
+        folder: private folder that only these participants use.
+        place: index of this participant, from 0.
+        size: number of participants.
     """
 
     def __init__(self, folder: Path, place: int, size: int) -> None:
         self._folder, self._place, self._size = folder, place, size
 
     def give(self, key: str, part: bytes, *, within_node: bool = False) -> None:
-        """This participant's part. `within_node` means nothing here: all are asked to take part."""
+        """Give this participant's part. `within_node` has no effect here."""
         write_private(self._file(key, self._place), part)
 
     def parts(self, key: str, timeout_s: float) -> list[bytes] | None:
-        """All parts by place; None: not all have come within `timeout_s` seconds."""
+        """Return all parts by place; None: some did not arrive within `timeout_s` seconds."""
         end = time.monotonic() + timeout_s
         while self.missing(key):
             if time.monotonic() >= end:
@@ -69,9 +69,9 @@ class FolderGathers:
         return [self._file(key, place).read_bytes() for place in range(self._size)]
 
     def missing(self, key: str) -> list[int]:
-        """Places whose part has not come."""
-        there = {*self._folder.iterdir()}
-        return [place for place in range(self._size) if self._file(key, place) not in there]
+        """Return the places whose part has not arrived."""
+        files = {*self._folder.iterdir()}
+        return [place for place in range(self._size) if self._file(key, place) not in files]
 
     def _file(self, key: str, place: int) -> Path:
         return self._folder / hashlib.sha256(f"{place} {key}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a node says of its GPUs and of its network: the kernel's files, and torch."""
+"""Facts about a node's GPUs and network, from the kernel's files and torch."""
 
 import os
 import re
@@ -15,27 +15,27 @@ from fallow.worker.transport import communicators
 
 _VARIABLE = re.compile(r"(NCCL|RCCL|TORCH_NCCL|GLOO_SOCKET|UCX|FI)_\w+")
 _DRIVERS = (("nvidia", "NVIDIA"), ("amdgpu", "AMD"), ("xe", "Intel"))
-"""Kernel modules, each with a `version` where it was not built with the kernel."""
+"""Kernel module and vendor. A module has a `version` file unless it was built with the kernel."""
 _PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 
 
 def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/")) -> NodeFacts:
-    """What there is.
+    """Return the facts about this node.
 
     Args:
-        node: its name.
-        devices: that this node's workers use.
-        root: of the file system.
+        node: name of the node.
+        devices: devices of this node's workers.
+        root: root of the file system.
     """
-    used = list(devices)
+    device_list = list(devices)
     driver, runtime, missing, links = _driver(root), _runtime(), _missing(root), _links(root)
     findings = {
         "driver": driver or "none is loaded",
         "torch": f"for {runtime or 'processors only'}",
         "torch.compile": f"{' and '.join(missing)} missing" if missing else "finds a C compiler and Python.h",
         "collectives": _library() or "no library for GPUs in this torch",
-        "gradients": communicators.choice(used[0]),
+        "gradients": communicators.choice(device_list[0]),
         "network": ", ".join(link.text for link in links) or "no interface with a known rate",
         "GPUDirect": _peer_memory(root) or "not seen (NCCL_DEBUG=INFO tells what is used)",
     }
@@ -46,8 +46,8 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
         fixes["torch"] = "install a build of torch for these GPUs: https://pytorch.org/get-started"
     if missing:
         fixes["torch.compile"] = "install a C compiler and Python's headers (Debian and Ubuntu: gcc, python3-dev)"
-    names = [_name(device) for device in used if device.type != "cpu"]
-    # InfiniBand counts where a node has it, else the fastest interface.
+    names = [_name(device) for device in device_list if device.type != "cpu"]
+    # The rate of all InfiniBand ports, or of the fastest interface on a node without InfiniBand.
     cards = [link.gbit_s for link in links if link.kind == "infiniband"]
     rate = sum(cards) or max((link.gbit_s for link in links), default=0.0)
     return NodeFacts(node=node, devices=names, rate_gbit_s=rate, findings=findings, fixes=fixes)
@@ -95,18 +95,18 @@ def _library() -> str:
 
 
 def _links(root: Path) -> list[Link]:
-    found = []
+    links = []
     # Ports of cards with verbs that are up: InfiniBand, RoCE, Omni-Path (kernel's ABI, sysfs-class-infiniband).
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         rate = _RATE.match(_text(port / "rate"))
         if "ACTIVE" in _text(port / "state") and rate is not None:
-            found.append(Link(f"{port.parents[1].name}:{port.name}", "infiniband", float(rate[1])))
-    # Interfaces that are up and tell a speed; bridges and virtual ones do not, or have no device.
+            links.append(Link(f"{port.parents[1].name}:{port.name}", "infiniband", float(rate[1])))
+    # Interfaces that are up and have a speed. Bridges and virtual interfaces have no speed or no device.
     for interface in sorted((root / "sys/class/net").glob("*")):
         speed = _text(interface / "speed")
         if (interface / "device").exists() and _text(interface / "operstate") == "up" and speed.isdecimal():
-            found.append(Link(interface.name, "ethernet", int(speed) / 1000))
-    return found
+            links.append(Link(interface.name, "ethernet", int(speed) / 1000))
+    return links
 
 
 def _peer_memory(root: Path) -> str:
@@ -122,7 +122,7 @@ def _peer_memory(root: Path) -> str:
 
 
 def _missing(root: Path) -> list[str]:
-    """What torch.compile needs and does not find: Triton builds an extension of Python (`triton/runtime/build.py`)."""
+    """Missing tools of torch.compile: Triton compiles a Python extension (`triton/runtime/build.py`)."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
     has_header = (root / header.relative_to("/")).exists()
@@ -130,7 +130,7 @@ def _missing(root: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Of a small file of the kernel; empty: there is none, or it cannot tell (`speed` of an interface that is down)."""
+    """Content of a small kernel file; empty: no file, or unreadable (`speed` of an interface that is down)."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Start the look at an allocation's nodes on each of them, and judge what they say together."""
+"""Start the check on each node of an allocation, and judge the results."""
 
 import os
 import shutil
@@ -20,10 +20,10 @@ _DEADLINE_S = 240.0
 
 
 def examine() -> list[Check]:
-    """Look at the GPUs of this allocation's nodes and at the network between them; takes about twice `MEASURED_S`.
+    """Check the GPUs of this allocation's nodes and the network between them. Takes about twice `MEASURED_S`.
 
     Raises:
-        FallowError: this is no allocation, or the nodes have not found each other.
+        FallowError: this is not an allocation, or the nodes could not connect.
     """
     if not os.environ.get("SLURM_JOB_ID"):
         raise FallowError(
@@ -34,10 +34,10 @@ def examine() -> list[Check]:
     folder = tempfile.mkdtemp(prefix="doctor-", dir=private_dir(Paths.default().state))
     try:
         command = step_command(os.environ, [sys.executable, "-Pm", "fallow.nodecheck", folder, str(MEASURED_S)])
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=step_environment(os.environ), stdout=subprocess.PIPE, timeout=_DEADLINE_S, check=False
         )
-        return verdicts(msgspec.json.decode(done.stdout, type=AllocationFacts), folded)
+        return verdicts(msgspec.json.decode(result.stdout, type=Found), folded)
     except subprocess.TimeoutExpired:
         raise FallowError(
             f"the nodes did not answer within {_DEADLINE_S:g} s; see srun's output", Exit.TEMPFAIL

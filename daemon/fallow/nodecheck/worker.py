@@ -1,4 +1,4 @@
-"""One worker: says what its node is like, and takes part in an all-reduce among all."""
+"""One worker of the check: collects facts about its node and takes part in an all-reduce among all workers."""
 
 import contextlib
 import os
@@ -20,34 +20,34 @@ from fallow.worker.transport.rendezvous import GatherStore
 from fallow.worker.transport.waits import Interrupted
 
 _BATCH = 5
-"""All-reduces between two looks at the clock."""
+"""Number of all-reduces per measurement."""
 _ON_DEVICE_BYTES, _ON_HOST_BYTES = 256 << 20, 16 << 20
 
 
 def work(folder: Path, measured_s: float, node: str, rank: int, size: int) -> None:
-    """Meet the others, measure, and write what was found to stdout, on rank 0. Ends the process.
+    """Connect to the other workers, measure, and write the result to stdout on rank 0. Ends the process.
 
     Args:
-        folder: all nodes see it.
+        folder: folder that all nodes see.
         measured_s: seconds of all-reduces.
-        node: the name of this worker's.
-        rank: of this worker.
-        size: how many workers there are.
+        node: name of this worker's node.
+        rank: rank of this worker.
+        size: number of workers.
     """
     device = _device()
     store = GatherStore(FolderGathers(folder, rank, size), range(size), MEETING_S)
     try:
         group = build_group(0, rank, size, store, _address(), MEETING_S, device=device)
         facts = msgspec.json.encode(look_around(node, [device]))
-        told = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
-        found = AllocationFacts(_by_node(told), _measure(group, device, measured_s))
+        all_facts = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
+        result = Found(_by_node(all_facts), _measure(group, device, measured_s))
     except (FallowError, Interrupted, RuntimeError) as error:
         sys.exit(f"{node}: {error}")
     if rank == 0:
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         sys.stdout.flush()
     with contextlib.suppress(Interrupted):
-        group.gather(b"")  # nobody ends before that was written
+        group.gather(b"")  # no worker ends before rank 0 has written the result
     os._exit(0)  # at once: gloo may end a process whose peer closes a connection first
 
 
@@ -57,29 +57,31 @@ def _device() -> torch.device:
 
 
 def _address() -> str:
-    """Towards the node from which srun was called, or what this host's name stands for."""
+    """Local address towards the node on which srun was called, or the address of this host's name."""
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     return (local_address_towards(launcher) if launcher else own_address()) or "127.0.0.1"
 
 
-def _by_node(told: list[NodeFacts]) -> list[NodeFacts]:
-    """One entry for each node, with the GPUs of all its workers."""
+def _by_node(all_facts: list[NodeFacts]) -> list[NodeFacts]:
+    """Merge the facts of workers on the same node: one entry per node, with the GPUs of all its workers."""
     nodes: dict[str, NodeFacts] = {}
-    for one in told:
-        known = nodes.get(one.node)
-        nodes[one.node] = (
-            one if known is None else msgspec.structs.replace(known, devices=[*known.devices, *one.devices])
+    for facts in all_facts:
+        previous = nodes.get(facts.node)
+        nodes[facts.node] = (
+            facts
+            if previous is None
+            else msgspec.structs.replace(previous, devices=[*previous.devices, *facts.devices])
         )
     return list(nodes.values())
 
 
-def _measure(group: Group, device: torch.device, measured_s: float) -> AllReduceTiming | None:
-    """All-reduces for a while; the fastest batch counts, since other traffic only ever slows one down."""
+def _measure(group: Group, device: torch.device, measured_s: float) -> Measured | None:
+    """Measure all-reduces for `measured_s` seconds. The fastest batch counts: other traffic can only slow it down."""
     if group.size == 1:
         return None
     size = _ON_HOST_BYTES if device.type == "cpu" else _ON_DEVICE_BYTES
     values = torch.zeros(size // 4, dtype=torch.float32, device=device)
-    group.sum(values)  # connects what is connected at the first use
+    group.sum(values)  # the first all-reduce opens the connections
     group.wait_and_verify()
     began, best = time.monotonic(), float("inf")
     while True:

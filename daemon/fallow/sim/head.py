@@ -22,7 +22,7 @@ from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.protocol import Beat, Hello, Left
+from fallow.core.protocol import AgentLeft, Beat, Hello
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.loop.faults import Faults

@@ -1,1 +1,1 @@
-"""Durable state: a private Redis (`server`) or a site's, and the one client of it (`client`)."""
+"""Durable state of a head: a private Redis server (`server`) or the site's, and its client (`client`)."""

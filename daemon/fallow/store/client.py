@@ -1,12 +1,12 @@
-"""The only way to the durable state. Every call has a deadline; every write is fenced.
+"""Client of the durable state in Redis. Every call has a deadline, and every write is fenced.
 
-A head takes a *term* with `begin_term`; `save` then succeeds only while that term is the newest and keys have the
-revisions that the caller knows. A head that was stopped and comes back can therefore change nothing.
+A head takes a *term* with `begin_term`. Then `save` succeeds only while that term is the newest and the keys have the
+revisions that the caller expects. So a head that was stopped and continues after its successor can write nothing.
 
-Both are Lua scripts, each one atomic transition. They use Redis 6.2 commands only. Their keys have one hash tag, so
-that a Redis Cluster keeps them together: term, clock, seq, bytes (counters), op (what the last save was, and its event
+Both calls are Lua scripts, each one atomic transition, with Redis 6.2 commands only. Their keys share one hash tag, so
+that a Redis Cluster keeps them together: term, clock, seq, bytes (counters), op (id of the last save and its event
 numbers), kv (hash: key -> "REVISION:VALUE") and events (stream, ids SEQ-0). `clock` counts transitions: a server whose
-clock is behind what its client saw has lost some. `bytes` is the length of all events together.
+clock is lower than its client has seen has lost data. `bytes` is the total size of all events.
 """
 
 import asyncio
@@ -29,45 +29,45 @@ T = TypeVar("T")
 
 DEADLINE_S = 5.0
 EVENT_CAP, EVENT_LOG_BYTES = 100_000, 64 * 1024 * 1024
-"Events that are kept, and their bytes together; older ones are dropped."
+"Maximum number and total size in bytes of stored events; the oldest are dropped."
 EVENT_BYTES = 64 * 1024
-"Of one event; a longer one loses its data and the end of its text."
+"Maximum size of one event; a larger event loses its data and the end of its text."
 EVENT_SCHEMA = 1
 _CUT_TEXT = 10_000
 _PAGE = 1000
 _CONNECTIONS = 100
-"More than can read at once (`control.server.MAX_CONNECTIONS`): while the server hangs, who saves still finds one."
+"More than the number of concurrent readers (`control.server.MAX_CONNECTIONS`), so that `save` always finds one."
 
 
 class Unavailable(FallowError):
-    """The store did not answer, or not in time. Whether a write happened is unknown; saving it again is safe."""
+    """The store did not answer in time. A write may or may not have happened; repeating it is safe."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Exit.UNAVAILABLE)
 
 
 class Fenced(FallowError):
-    """A newer head has taken over, or a key was changed behind the caller's back. Nothing was written."""
+    """A newer head has taken over, or somebody else has changed a key. Nothing was written."""
 
-    def __init__(self, where: str, what: str, found: str) -> None:
+    def __init__(self, where: str, what: str, stored_value: str) -> None:
         super().__init__(
-            f"store {where}: refused a write ({what} is {found} there); another head has taken over, end this one",
+            f"store {where}: refused a write (its {what} is {stored_value}); another head has taken over, end this one",
             Exit.TEMPFAIL,
         )
 
 
 class Write(NamedTuple):
-    """Set `key`, or delete it. Each write of a key counts its revision up from 0, which it has while it is absent."""
+    """Set or delete `key`. An absent key has revision 0, and each write adds 1."""
 
     key: str
     revision: int | None
-    "that the key must have, else nothing of the whole call is written; None: whatever it has"
+    "revision that the key must have, otherwise the whole call writes nothing; None: any revision"
     value: bytes | None
-    "None: delete the key"
+    "new value; None: delete the key"
 
 
 class Store:
-    """Connection to one namespace of a Redis. Make it with `open`."""
+    """Connection to one namespace of a Redis server. Create it with `open`."""
 
     def __init__(self, client: redis.asyncio.Redis, where: str, namespace: str, deadline_s: float) -> None:
         self._client = client
@@ -81,7 +81,7 @@ class Store:
         self._saves = 0
         self._lock = asyncio.Lock()
         self.term = 0
-        "Our term; 0 before `begin_term`."
+        "term of this head; 0 before `begin_term`"
 
     @classmethod
     async def open(cls, where: str | Path, *, namespace: str | None = None, deadline_s: float = DEADLINE_S) -> "Store":
@@ -92,31 +92,31 @@ class Store:
         options: dict[str, Any] = {
             "socket_timeout": deadline_s,
             "socket_connect_timeout": deadline_s,
-            # Once more at once: a connection of the pool may be to a server that has been started again since.
+            # Retry once, at once: a pooled connection may lead to a server that has been restarted since.
             "retry": Retry(NoBackoff(), 1),
-            # Or it is to a server that has become a replica, while the address leads to another one by now.
+            # Or it leads to a server that is a replica now, while the address leads to the new primary.
             "retry_on_error": [ReadOnlyError],
             "max_connections": _CONNECTIONS,
         }
-        shown = text = str(where)
+        display_name = text = str(where)
         if "://" in text:
             try:
-                # Nothing else of it is shown: an error of the parser quotes what may be a password.
+                # Show scheme and host only: an error of the parser may quote the password.
                 parts = urlsplit(text)
-                shown = f"{parts.scheme}://{parts.hostname or parts.path.rpartition('@')[2]}"
+                display_name = f"{parts.scheme}://{parts.hostname or parts.path.rpartition('@')[2]}"
                 client = redis.asyncio.Redis.from_url(text, **options)
             except ValueError:
                 advice = "write / as %2F, # as %23, ? as %3F and @ as %40 in its password"
                 raise FallowError(f"store: not a Redis URL; {advice}", Exit.CONFIG) from None
         else:
             client = redis.asyncio.Redis(unix_socket_path=text, **options)
-        store = cls(client, shown, namespace or f"fallow:{os.getuid()}", deadline_s)
+        store = cls(client, display_name, namespace or f"fallow:{os.getuid()}", deadline_s)
         try:
             await store._check_server()
         except TypeError as error:
-            # How the client library refuses an option that it does not know; the text may quote the URL.
+            # The client library does not know an option of the URL. The error's text may quote the password.
             await store.close()
-            raise FallowError(f"store {shown}: not a Redis URL (unknown option)", Exit.CONFIG) from error
+            raise FallowError(f"store {display_name}: not a Redis URL (unknown option)", Exit.CONFIG) from error
         except BaseException:
             await store.close()
             raise
@@ -141,22 +141,22 @@ class Store:
     # -- terms ----------------------------------------------------------------------------------------------
 
     async def begin_term(self, floor: int) -> int:
-        """Take over: a term above the stored one and above `floor`. Older terms are refused from now on."""
+        """Take a new term, above the stored one and above `floor`. Writes of older terms fail from then on."""
         term, clock = await self._call(self._begin_term([self._term_key, self._clock_key], [floor]))
         self.term, self._clock, self._saves = int(term), int(clock), 0
         return self.term
 
     async def check(self) -> bool:
-        """False: the server lost transitions that we saw succeed, or has another term. A restart alone is fine."""
+        """Return False if the server has lost writes that it had acknowledged, or has another term."""
         term, clock = await self._call(self._client.mget(self._term_key, self._clock_key))
         return int(term or 0) == self.term and int(clock or 0) >= self._clock
 
     # -- state ----------------------------------------------------------------------------------------------
 
     async def save(self, writes: list[Write], events: list[NewEvent]) -> list[int]:
-        """Write all or nothing; returns the numbers of the events.
+        """Write all or nothing. Returns the numbers of the events.
 
-        After `Unavailable` the same call may be made again: it takes effect once, even if the first did.
+        After `Unavailable`, repeat the same call: it takes effect once, even if the first call succeeded.
         """
         args: list[str | bytes] = [str(self.term), "", str(EVENT_CAP), str(EVENT_LOG_BYTES), str(len(writes))]
         for write in writes:
@@ -164,7 +164,7 @@ class Store:
             args += [write.key, revision, b"-" if write.value is None else b"=" + write.value]
         args += map(_encoded, events)
         async with self._lock:
-            # Only a call that got an answer moves the counter: a repetition has the same number and content.
+            # Only an answered call increments the counter, so a repetition has the same number and content.
             content = hashlib.sha256(msgspec.msgpack.encode(args)).hexdigest()
             args[1] = f"{self.term}.{self._saves}.{content}"
             answer = await self._call(self._save(self._save_keys, args))
@@ -176,35 +176,35 @@ class Store:
             return list(range(first, first + count))
 
     async def load(self, prefix: str) -> dict[str, tuple[int, bytes]]:
-        """All keys that begin with `prefix`, with revision and value."""
+        """Return all keys that begin with `prefix`, sorted: key -> (revision, value)."""
         pattern = "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in prefix) + "*"
-        found: dict[str, tuple[int, bytes]] = {}
+        entries: dict[str, tuple[int, bytes]] = {}
         cursor = 0
         while True:
             cursor, page = await self._call(self._client.hscan(self._kv_key, cursor, pattern, _PAGE))
-            for key, held in page.items():
-                revision, _, value = held.partition(b":")
-                found[_text(key)] = (int(revision), value)
+            for key, entry in page.items():
+                revision, _, value = entry.partition(b":")
+                entries[_text(key)] = (int(revision), value)
             if cursor == 0:
-                return dict(sorted(found.items()))
+                return dict(sorted(entries.items()))
 
     # -- events ---------------------------------------------------------------------------------------------
 
     async def events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
-        """The newest `limit` events with numbers above `since`, oldest first; of one run if it is named."""
-        found: list[EventRecord] = []
+        """Return the newest `limit` events with numbers above `since`, oldest first; `run`: of this run only."""
+        records: list[EventRecord] = []
         upto = "+"
-        while len(found) < limit:
+        while len(records) < limit:
             page = await self._call(self._client.xrevrange(self._events_key, upto, f"{since + 1}-0", _PAGE))
             events = [_event(number, fields) for number, fields in page]
-            found += [event for event in events if run is None or run == event.run]
+            records += [event for event in events if run is None or run == event.run]
             if len(page) < _PAGE:
                 break
             upto = f"{events[-1].seq - 1}-0"
-        return found[:limit][::-1]
+        return records[:limit][::-1]
 
     async def last_event(self) -> int:
-        """Number of the newest event; 0 when there is none."""
+        """Return the number of the newest event; 0: no event."""
         return int(await self._call(self._client.get(self._seq_key)) or 0)
 
     async def _call(self, call: Any) -> Any:
@@ -212,13 +212,13 @@ class Store:
             async with asyncio.timeout(self._deadline_s):
                 return await cast(Awaitable[Any], call)
         except TimeoutError:
-            raise self._away(f"no answer within {self._deadline_s:g} s") from None
+            raise self._unavailable(f"no answer within {self._deadline_s:g} s") from None
         except ResponseError as error:
-            raise self._away(f"refused a command ({str(error)[:200]})") from error
+            raise self._unavailable(f"refused a command ({str(error)[:200]})") from error
         except (RedisError, OSError) as error:
-            raise self._away(str(error)[:200] or type(error).__name__) from error
+            raise self._unavailable(str(error)[:200] or type(error).__name__) from error
 
-    def _away(self, what: str) -> Unavailable:
+    def _unavailable(self, what: str) -> Unavailable:
         return Unavailable(f"store {self._where}: {what}; check that the server runs and that its disk has space")
 
 
@@ -253,7 +253,7 @@ local term = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV
 redis.call('SET', KEYS[1], string.format('%.0f', term + 1))
 return {term + 1, redis.call('INCR', KEYS[2])}
 """
-"""Take over: a term above the stored one and the floor. Every older term is fenced from here on."""
+"""Take a term above the stored one and the floor. All older terms are fenced from then on."""
 
 _SAVE = """
 -- KEYS term clock seq op kv events bytes
@@ -263,7 +263,7 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then
 end
 local last = redis.call('LRANGE', KEYS[4], 0, -1)
 if last[1] == ARGV[2] then
-  -- The answer to this very call was lost on the way.
+  -- This is a repetition of the last call, whose answer was lost.
   return {'done', redis.call('GET', KEYS[2]), last[2], last[3]}
 end
 local first_write, after_writes = 6, 6 + 3 * tonumber(ARGV[5])
@@ -302,5 +302,5 @@ redis.call('DEL', KEYS[4])
 redis.call('RPUSH', KEYS[4], ARGV[2], string.format('%.0f', first), string.format('%.0f', seq - first))
 return {'done', redis.call('INCR', KEYS[2]), first, seq - first}
 """
-"""Writes of several keys plus events, fenced by the term and by the revisions of those keys that name one; all or
-nothing. The same call twice has one effect. Events that are more than may be kept are dropped, the oldest first."""
+"""Write several keys and events, all or nothing, fenced by the term and by the expected revisions. A repeated call has
+no further effect. If there are too many events, the oldest are dropped."""

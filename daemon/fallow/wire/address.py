@@ -15,32 +15,32 @@ from fallow.core.checks.network import Interface
 from fallow.model import Exit, FallowError
 
 FILES = 65536
-"""Of more open files nobody has need."""
+"""Maximum number of open files that a process asks for."""
 
 _DISCARD_PORT = 9
 
 _SIOCGIFCONF = 0x8912
 _IFREQ = struct.Struct("16sHH4s16x")
 _INTERFACES = 256
-"Addresses that are read at most."
+"Maximum number of addresses to read."
 _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def resolve(host: str) -> str:
-    """First IP address of a host name (IPv4 first); numeric addresses come back as they are."""
+    """Return the first IP address of a host name, IPv4 first. Numeric addresses are returned unchanged."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise FallowError(
             f"host {host!r}: name does not resolve ({error}); set a numeric address or mend the name service",
             Exit.UNAVAILABLE,
         ) from error
-    addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(addresses[0][4][0])
 
 
 def local_address_towards(host: str) -> str:
-    """The local address from which packets to `host` would leave. Sends nothing."""
+    """Return the local address from which packets to `host` would leave. Sends nothing."""
     target = resolve(host)
     family = socket.AF_INET6 if ipaddress.ip_address(target).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -55,7 +55,7 @@ def local_address_towards(host: str) -> str:
 
 
 def own_address() -> str | None:
-    """The address that this host's own name resolves to; None when that is loopback or nothing."""
+    """Return the address of this host's name; None if the name has no address or a loopback address."""
     try:
         address = resolve(socket.gethostname())
     except FallowError:
@@ -64,7 +64,7 @@ def own_address() -> str | None:
 
 
 def interfaces() -> list[Interface]:
-    """Every address of every interface of this host that is up, IPv4 first, in the kernel's order (netdevice(7))."""
+    """Return all addresses of all interfaces that are up, IPv4 first, in the kernel's order (netdevice(7))."""
     buffer = bytearray(_IFREQ.size * _INTERFACES)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         memory = (ctypes.c_char * len(buffer)).from_buffer(buffer)
@@ -72,58 +72,65 @@ def interfaces() -> list[Interface]:
         fcntl.ioctl(probe, _SIOCGIFCONF, request)
         size: int = struct.unpack_from("i", request)[0]
     rows = _IFREQ.iter_unpack(bytes(buffer[:size]))
-    found = [Interface(name.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(ip)) for name, _, _, ip in rows]
+    addresses = [
+        Interface(name.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(ip)) for name, _, _, ip in rows
+    ]
     try:
         lines = _IF_INET6.read_text().splitlines()
     except OSError:
-        return found  # this kernel has no IPv6
+        return addresses  # this kernel has no IPv6
     for line in lines:
         address, *_, name = line.split()
-        found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
-    return found
+        addresses.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
+    return addresses
 
 
 def allow_connections() -> None:
-    """Open as many files as the site lets us. Shells, and so Slurm, often let a process open 1,024.
+    """Raise the limit on open files to the hard limit. Shells, and so Slurm, often set it to 1,024.
 
-    A head also holds connections of strangers, until their handshake fails. A worker has up to five to each other
-    member while the membership changes.
+    A head also holds connections of strangers until their handshake fails. A worker has up to five connections to each
+    other member while the membership changes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a sandbox forbids it, or `fs.nr_open` is below `hard` by now
+    with contextlib.suppress(ValueError, OSError):  # a sandbox forbids it, or `fs.nr_open` is below `hard`
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
 
 
 def listen(address: str, ports: range | None = None, backlog: int = 64) -> socket.socket:
-    """A TCP socket that listens on a local address, and on a free port of the range where there is one.
+    """Return a TCP socket that listens on a local address.
+
+    Args:
+        address: numeric address of this host.
+        ports: ports to choose from; None: the kernel chooses.
+        backlog: number of connections that may wait to be accepted.
 
     Raises:
-        OSError: the address is not this host's, or every port of the range is taken.
+        OSError: this host does not have the address, or every port of the range is taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in shuffled(ports):
+    for port in shuffled_ports(ports):
         try:
             return socket.create_server((address, port), family=family, backlog=backlog)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or ports is None:
                 raise
     assert ports is not None
-    raise all_taken(address, ports)
+    raise no_free_port(address, ports)
 
 
-def shuffled(ports: range | None) -> list[int]:
-    """The ports of a range in an order in which two processes seldom want the same one; 0 where there is no range."""
+def shuffled_ports(ports: range | None) -> list[int]:
+    """Return the ports in random order, so that two processes seldom try the same one; [0] without a range."""
     return [0] if ports is None else random.sample(ports, len(ports))
 
 
-def all_taken(address: str, ports: range) -> OSError:
-    """The error of a range of ports that has none left."""
+def no_free_port(address: str, ports: range) -> OSError:
+    """Return the error for a range of ports without a free port."""
     text = f"all ports {ports[0]}-{ports[-1]} of {address} are taken; widen [network] member_ports"
     return OSError(errno.EADDRINUSE, text)
 
 
 def host_of(endpoint: str) -> str:
-    """The numeric host of a ZeroMQ endpoint, tcp://HOST:PORT."""
+    """Return the numeric host of a ZeroMQ endpoint, tcp://HOST:PORT."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or not port.isdigit() or not host:
         raise FallowError(f"endpoint {endpoint!r}: not tcp://ADDRESS:PORT; start the head again", Exit.DATA)

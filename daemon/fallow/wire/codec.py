@@ -1,8 +1,8 @@
-"""Messages to bytes and back, the one way for all of them: between head and agents, and between agents and workers.
+"""Encode and decode all messages: between head and agents, and between agents and workers.
 
-A message is the MessagePack of (version, message). Large ones are compressed: what all nodes are told names all nodes,
-which are much alike, and each copy is encrypted by itself. The frame (version, message), its compression and the
-messages that are read behind every version (`Hello`, `Refused`) stay as they are in all versions to come.
+The bytes of a message are the MessagePack of (version, message). Large messages are compressed: a message to all nodes
+has similar entries for all nodes, and each copy is encrypted separately. The frame (version, message), its compression,
+`Hello` and `AgentRefused` never change, so that peers of different versions can refuse each other with a reason.
 """
 
 import zlib
@@ -15,16 +15,16 @@ from fallow.core.membership.messages import READABLE, VERSION, Unreadable, Wire
 T = TypeVar("T")
 
 MAX_MESSAGE = 1024 * 1024
-"Bytes of one message as it travels. Enforced by ZeroMQ on the way in, and here on the way out."
+"Maximum size in bytes of a message on the wire. ZeroMQ enforces it for received messages, `encode` for sent ones."
 
 MAX_EXPANDED = 8 * MAX_MESSAGE
-"Bytes of one message before it is compressed."
+"Maximum size in bytes of a message before compression."
 
 LARGE = 8 * 1024
-"Bytes from which on a message is compressed."
+"Size in bytes from which a message is compressed."
 
 _COMPRESSED = b"\xc1"
-"What a compressed one begins with: in MessagePack this byte is never used."
+"First byte of a compressed message. MessagePack never uses this byte."
 
 _DAMAGES = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
@@ -33,10 +33,10 @@ _frames = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 
 
 def encode(message: Wire) -> bytes:
-    """Bytes of one message.
+    """Encode one message.
 
     Raises:
-        Unreadable: it is too large for any peer to take it, or one of its texts is not Unicode.
+        Unreadable: the message is too large for any peer, or one of its texts is not Unicode.
     """
     try:
         data = _encoder.encode((VERSION, message))
@@ -54,8 +54,8 @@ class Decoder(Generic[T]):
     """Reads messages of one union type. Unknown fields are ignored; unknown tags and wrong types are refused.
 
     Args:
-        kind: the union. (`Any`: to a type checker it is no `type[T]`.)
-        always: one of its messages that is read behind every version; None: none is.
+        kind: the union. (Typed `Any` because a union is no `type[T]` to a type checker.)
+        always: message class that is read from peers of every version; None: no class.
     """
 
     def __init__(self, kind: Any, always: type[Wire] | None = None) -> None:
@@ -63,15 +63,15 @@ class Decoder(Generic[T]):
         self._always: msgspec.msgpack.Decoder[Any] | None = None if always is None else msgspec.msgpack.Decoder(always)
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The message in `data`.
+        """Decode the message in `data`.
 
         Raises:
-            Unreadable: it is damaged, too large or of another version, or a field is missing or wrong.
+            Unreadable: the message is damaged, too large or of another version, or a field is missing or wrong.
         """
         if len(data) > MAX_MESSAGE:
             raise Unreadable(f"message of {len(data)} bytes cannot be read: the limit is {MAX_MESSAGE}")
         if data[:1] == _COMPRESSED:
-            data = _expanded(data[1:])
+            data = _expand(data[1:])
         try:
             version, body = _frames.decode(data)
             if version in READABLE:
@@ -85,12 +85,12 @@ class Decoder(Generic[T]):
                 return message
         except _DAMAGES:
             pass
-        known = ", ".join(map(str, sorted(READABLE)))
-        text = f"message of version {version} cannot be read: this Fallow knows {known}. Update the older side"
+        versions = ", ".join(map(str, sorted(READABLE)))
+        text = f"message of version {version} cannot be read: this Fallow knows {versions}. Update the older side"
         raise Unreadable(text)
 
 
-def _expanded(data: bytes | memoryview) -> bytes:
+def _expand(data: bytes | memoryview) -> bytes:
     stream = zlib.decompressobj()
     try:
         expanded = stream.decompress(data, MAX_EXPANDED)

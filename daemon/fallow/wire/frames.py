@@ -1,9 +1,9 @@
-"""The channel between an agent and one of its workers: a pair of Unix sockets, of which the worker inherits one.
+"""The channel between an agent and one of its workers: a pair of Unix sockets. The worker inherits one of them.
 
-A message travels as its length (4 bytes, network order) and its bytes (`wire.codec`). Neither end ever waits for the
-other one: what the socket does not take now waits. Messages say how things stand, so a newer one takes the place of an
-older one about the same. A worker that is stopped finds the newest order when it goes on, and a stopped agent stops no
-training. The end of a process is the end of its side; what it had written before is read first.
+A frame is the length of a message (4 bytes, network order) and its bytes (`wire.codec`). Neither side waits for the
+other: messages that the socket does not take are queued. Messages carry state, so in the queue a newer message replaces
+an older one about the same subject. A stopped worker finds the newest order when it continues, and a stopped agent does
+not stop the training. When a process ends, its messages are read before the end of the channel is reported.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ _CREDENTIALS = struct.Struct("3i")
 "process, user, group: unix(7)"
 _READ_BYTES = 1 << 18
 MOST = 256
-"Messages that wait at most; beyond that, the oldest are dropped."
+"Maximum number of queued messages; beyond it the oldest are dropped."
 
 
 class WorkerChannel:
-    """The agent's end, in its asyncio loop. All methods are called there.
+    """The agent's end of the channel. Call all methods in the agent's event loop.
 
     Args:
-        end: its socket of the pair; this object's own from now on. The worker's one must be closed in this process.
+        end: the agent's socket, which this object then owns. The worker's socket must be closed in this process.
         on_message: called with each message.
-        on_end: called once, when nothing more will come, with the reason in words. Empty: the worker's side was closed.
+        on_end: called once, at the end of the channel, with the reason; empty: the worker's side was closed.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class WorkerChannel:
 
     @property
     def speaker(self) -> int:
-        """The process that has written what was read last, as the kernel says; 0: not known."""
+        """Process id of the writer of the last message, from the kernel; 0: not known."""
         return self._stream.writer
 
     def send(self, message: ToWorker) -> None:
-        """Send at once, or as soon as the worker reads. Nothing is sent to a worker that has ended.
+        """Send at once, or as soon as the worker reads. Does nothing once the channel is closed.
 
         Raises:
             Unreadable: the message is too large.
@@ -68,15 +68,15 @@ class WorkerChannel:
             self._write()
 
     def drain(self) -> None:
-        """Hand over all that was received. To be called when the worker's process has ended, before its end is told.
+        """Read all messages that were received. Call it when the worker's process has ended, before reporting its end.
 
-        Its children may still have the socket, so the end of the channel may not come yet.
+        The process's children may still hold the socket, so the channel may not have ended.
         """
         while not self._stream.is_closed and self._read():
             pass
 
     def close(self) -> None:
-        """Stop at once; nothing is called any more. Closing twice does no harm."""
+        """Close at once, without further calls of `on_message` or `on_end`. Closing twice does no harm."""
         if not self._stream.is_closed:
             self._loop.remove_reader(self._stream.socket)
             self._loop.remove_writer(self._stream.socket)
@@ -98,12 +98,12 @@ class WorkerChannel:
 
 
 class AgentChannel:
-    """The worker's end: a thread that reads, and `send` for any thread.
+    """The worker's end of the channel: a thread reads, and any thread may call `send`.
 
     Args:
-        descriptor: of the socket that this process has inherited.
+        descriptor: descriptor of the inherited socket.
         on_message: called in the channel's thread with each message.
-        on_end: called there once, when nothing more will come, with the reason in words. Empty: the agent has ended.
+        on_end: called in that thread once, at the end of the channel, with the reason; empty: the agent has ended.
     """
 
     def __init__(self, descriptor: int, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> None:
@@ -121,7 +121,7 @@ class AgentChannel:
         self._thread.start()
 
     def send(self, message: FromWorker) -> None:
-        """Write at once, so that the message outlives this process; or as soon as the agent reads. Never waits.
+        """Write at once, so that the message outlives this process, or as soon as the agent reads. Never waits.
 
         Raises:
             Unreadable: the message is too large.
@@ -133,7 +133,7 @@ class AgentChannel:
                     os.eventfd_write(self._wake, 1)
 
     def close(self, flush_s: float = 1.0) -> None:
-        """Write what waits, for `flush_s` at most, then close. Closing twice does no harm."""
+        """Write queued messages for at most `flush_s` seconds, then close. Closing twice does no harm."""
         with self._lock:
             if self._closing_at is None:
                 self._closing_at = time.monotonic() + flush_s
@@ -173,7 +173,7 @@ class AgentChannel:
 
 
 def is_child_of_agent(descriptor: str) -> bool:
-    """False: there is a shell between this process and its agent, at the other end of the socket `descriptor`."""
+    """Return False if a shell is between this process and its agent, the peer of the socket `descriptor`."""
     try:
         with socket.socket(fileno=os.dup(int(descriptor))) as end:
             made_by = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -183,7 +183,7 @@ def is_child_of_agent(descriptor: str) -> bool:
 
 
 class _Ended(Exception):
-    """Nothing more will come from the other side."""
+    """The other side sends no more messages."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason)
@@ -198,14 +198,14 @@ class _Stream(Generic[T]):
         self.socket = end
         self.is_closed = False
         self.writer = 0
-        "process id of the other side, if the socket is asked for it (SO_PASSCRED); 0: not known"
+        "process id of the other side, if the socket has SO_PASSCRED; 0: not known"
         self._decoder: Decoder[T] = Decoder(kind)
         self._on_message = on_message
         self._received = bytearray()
         self._waiting: dict[Hashable, bytes] = {}
         "subject -> the newest message about it, encoded; the oldest is first"
-        self._begun = memoryview(b"")
-        "what is left of the frame that is written in part"
+        self._partial_frame = memoryview(b"")
+        "unwritten rest of the current frame"
 
     def put(self, message: Wire) -> None:
         subject, data = _subject(message), encode(message)
@@ -218,32 +218,32 @@ class _Stream(Generic[T]):
         return self._waiting.pop(next(iter(self._waiting)))
 
     def write(self) -> bool:
-        """Write what the socket takes. True: nothing waits."""
-        while self._begun or self._waiting:
-            if not self._begun:
+        """Write as much as the socket takes. Returns True if the queue is empty."""
+        while self._partial_frame or self._waiting:
+            if not self._partial_frame:
                 data = self._take_oldest()
-                self._begun = memoryview(_LENGTH.pack(len(data)) + data)
+                self._partial_frame = memoryview(_LENGTH.pack(len(data)) + data)
             try:
-                self._begun = self._begun[self.socket.send(self._begun, socket.MSG_NOSIGNAL) :]
+                self._partial_frame = self._partial_frame[self.socket.send(self._partial_frame, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
                 return False
             except OSError:
-                # The other side has ended: reading tells, once all that it had written is read.
-                self._begun, self._waiting = memoryview(b""), {}
+                # The other side has ended. `read` reports that once all its messages are read.
+                self._partial_frame, self._waiting = memoryview(b""), {}
         return True
 
     def read(self) -> bool:
-        """Read what is there, up to a limit, and hand over the messages in it. False: nothing was there.
+        """Read what is there, up to a limit, and pass the messages on. Returns False if nothing was there.
 
         Raises:
-            _Ended: nothing more will come.
+            _Ended: the other side sends no more messages.
         """
         try:
             data, credentials, _, _ = self.socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
         except BlockingIOError:
             return False
         except OSError:
-            data, credentials = b"", []  # it has ended, and had not read all that was sent to it
+            data, credentials = b"", []  # the other side has ended without reading everything
         if data and credentials:
             self.writer, _, _ = _CREDENTIALS.unpack(credentials[0][2])
         self._received += data
@@ -277,7 +277,7 @@ class _Stream(Generic[T]):
 
 
 def _subject(message: Wire) -> Hashable:
-    """What a message is about: of the same kind, or of the same gather."""
+    """Return the subject of a message: its class, or for gathers also generation and key."""
     match message:
         case Part():
             return Part, message.generation, message.key, bool(message.part)
@@ -287,7 +287,7 @@ def _subject(message: Wire) -> Hashable:
 
 
 def guarded(call: Callable[..., None], *arguments: Any) -> None:
-    """Call the owner's code, whose faults must not end a channel or a link."""
+    """Call the owner's code and log its exceptions, which must not end a channel or a link."""
     try:
         call(*arguments)
     except Exception:

@@ -1,8 +1,8 @@
-"""CURVE keys: pairs as Z85 text, the handler that says which keys may connect, and the proof that it does.
+"""CURVE keys as Z85 text, the authenticator that decides which keys may connect, and a probe that tests it.
 
-libzmq fails open: a CURVE server without a ZAP handler accepts every key. So the handler is bound before the server's
-socket, the server demands it (`ZAP_ENFORCE_DOMAIN`), and its end is the end of the server (see `router`). This one
-answers for one domain and one mechanism; everything else is refused.
+libzmq fails open: a CURVE server without a ZAP handler accepts every key. So the authenticator is bound before the
+server's socket, the server requires it (`ZAP_ENFORCE_DOMAIN`), and its end closes the server (`wire.router`). The
+authenticator accepts one domain and one mechanism and refuses everything else.
 """
 
 import asyncio
@@ -31,41 +31,47 @@ _REFUSALS = (
 
 
 class KeyPair(NamedTuple):
-    """`public` may be told to anybody; `secret` is in private files only."""
+    """A CURVE key pair. `public` is no secret; `secret` is stored in private files only."""
 
     public: str
     secret: str
 
 
 def new_keypair() -> KeyPair:
-    """A fresh key pair."""
+    """Make a key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 
 
 def public_of(secret: str) -> str:
-    """The public key that belongs to a secret one."""
+    """Return the public key that belongs to a secret key."""
     return zmq.curve_public(secret.encode("ascii")).decode("ascii")
 
 
 def present(socket: zmq.Socket[bytes], server_key: str, public: str, secret: str) -> None:
-    """Have a client's socket connect with these keys, and only to a server that has the secret of `server_key`."""
+    """Set a client's keys. The socket then connects only to a server that has the secret key of `server_key`."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public.encode("ascii"))
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode("ascii"))
 
 
 class Authenticator:
-    """Answers ZAP requests of one context with `allowed(key)`, until `close`."""
+    """Answers the ZAP requests of one context until `close`.
+
+    Args:
+        context: ZeroMQ context of the server.
+        is_allowed: called with a client's public key; returns True if the client may connect.
+        on_refusal: called with each refused key.
+    """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        allowed: Callable[[str], bool],
-        refused: Callable[[str], None],
+        is_allowed: Callable[[str], bool],
+        on_refusal: Callable[[str], None],
     ) -> None:
-        self._allowed = allowed
-        self._refused = refused
+        self._is_allowed = is_allowed
+        self._on_refusal = on_refusal
         socket = context.socket(zmq.REP)
         socket.bind(_ENDPOINT)
         self._socket = AsyncSocket(socket)
@@ -82,13 +88,13 @@ class Authenticator:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         request_id = request[1] if len(request) > 1 else b""
         key = _key_in(request)
-        if key is not None and self._allowed(key):
+        if key is not None and self._is_allowed(key):
             return [_VERSION, request_id, b"200", b"OK", key.encode("ascii"), b""]
-        self._refused(key or "no key")
+        self._on_refusal(key or "no key")
         return [_VERSION, request_id, b"400", b"refused", b"", b""]
 
     def close(self) -> None:
-        """Stop answering. From now on libzmq refuses everybody."""
+        """Stop answering. From then on libzmq refuses every client."""
         self.task.cancel()
         self._socket.close()
 
@@ -106,11 +112,11 @@ class Outcome(StrEnum):
     ACCEPTED = "accepted"
     REFUSED = "refused"
     UNKNOWN = "no answer"
-    "neither in time; proves nothing"
+    "the handshake did not end in time, which proves nothing"
 
 
 def probe(endpoint: str, server_key: str, public: str, secret: str, timeout_s: float) -> Outcome:
-    """Dial and see how the handshake ends; an empty server's key: without encryption. Blocks, at most `timeout_s`."""
+    """Connect and return how the handshake ends. Blocks for at most `timeout_s`. Empty `server_key`: no encryption."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
@@ -125,5 +131,5 @@ def probe(endpoint: str, server_key: str, public: str, secret: str, timeout_s: f
         event = recv_monitor_message(monitor)["event"]
         return Outcome.ACCEPTED if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Outcome.REFUSED
     finally:
-        # Closes the monitor as well; `context.term` alone would wait for it.
+        # This also closes the monitor; `context.term` alone would wait for the monitor.
         context.destroy(linger=0)

@@ -1,8 +1,8 @@
-"""The agent's end: one DEALER socket, in the agent's asyncio loop, that finds the head again when it moves.
+"""The agent's connection to the head: one DEALER socket in the agent's event loop. It follows a head that moves.
 
-Nothing is queued here. An agent says again and again how things stand and what the head has not answered (see
-`core.protocol`), so a link drops what it cannot send at once. What it says `on_connect` goes first on each connection:
-the agent's hello. A head whose messages cannot be read counts as silent.
+The link queues nothing and drops what it cannot send at once, because an agent repeats its state and all unanswered
+messages (`core.protocol`). The agent sends its hello in `on_connect`, so the hello is first on each connection. A head
+whose messages cannot be read counts as silent.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol import FromAgent, Refused, ToAgent
+from fallow.core.protocol import AgentRefused, FromAgent, ToAgent
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile, KeyFile
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
@@ -28,9 +28,9 @@ from fallow.wire.sockets import AsyncSocket
 log = logging.getLogger("fallow.wire")
 
 SILENCE_S = 3.0
-"After this long without a word from the head its file is read again."
+"The head's file is read again after this time without a message from the head."
 QUEUE = 256
-"Messages that ZeroMQ holds on their way, in each direction."
+"Maximum number of messages in ZeroMQ's queue, in each direction."
 _HANDSHAKE_MS = 5000
 _CONNECT_MS = 4000
 _HEARTBEAT_MS = 2000
@@ -42,53 +42,53 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
 
 
 class Link:
-    """Connection to the head. All methods are called in the loop.
+    """Connection to the head. Call all methods in the event loop.
 
     Args:
-        head: where it is.
-        keys: the allocation's. Its head file is read again when the head is silent, for the place and key that it has.
+        head: address and key of the head.
+        keys: keys of the allocation. When the head is silent, the link reads `keys.head_file` for a new address or key.
         on_message: called with each message from the head.
-        on_connect: called after every new connection, before anything is sent there.
+        on_connect: called after every new connection, before anything is sent on it.
     """
 
     def __init__(
         self, head: HeadFile, keys: KeyFile, on_message: Callable[[ToAgent], None], on_connect: Callable[[], None]
     ) -> None:
         self.head = head
-        "where it is, as far as known"
+        "last known address and key of the head"
         self.connected = False
-        "A handshake with the head has succeeded and the connection was not lost since."
+        "a handshake with the head has succeeded and the connection has not been lost since"
         self._keys = keys
-        self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
+        self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=AgentRefused)
         self._on_message, self._on_connect = on_message, on_connect
         self._head_file_reader: threading.Thread | None = None
         self._redial_s = _REDIAL_S[0]
         self._linger_s = 0.0
-        "For so long a socket that is closed still sends what it has taken."
+        "seconds for which a closed socket may still send queued messages"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: AsyncSocket
         self._monitor: AsyncSocket
         self._task: asyncio.Task[None] | None = None
         self._complaint = ""
         self.last_heard = time.monotonic()
-        "Monotonic time of the last message from the head that could be read (at first: of the start)."
+        "monotonic time of the last readable message from the head; at first, of the start"
 
     def start(self) -> None:
-        """Dial, and dial again for as long as it takes."""
+        """Connect in the background, and reconnect for as long as it takes."""
         self.last_heard = time.monotonic()
         self._task = asyncio.create_task(self._run(), name="link")
 
     def send(self, message: FromAgent) -> None:
-        """Send a message; drop it if the head is not connected, or so far behind that ZeroMQ takes no more.
+        """Send a message. Drop it if the head is not connected or ZeroMQ's queue is full.
 
         Raises:
-            Unreadable: it is too large.
+            Unreadable: the message is too large.
         """
         if self.connected:
             self._socket.send([encode(message)])
 
     async def close(self, flush_s: float = 1.0) -> None:
-        """Close. What was sent before is handed to the network within `flush_s`."""
+        """Close. Messages that were sent before may still go out within `flush_s` seconds."""
         self._linger_s = flush_s
         if self._task is not None:
             self._task.cancel()
@@ -105,7 +105,7 @@ class Link:
             self._redial_s = min(2 * self._redial_s, _REDIAL_S[1])
 
     async def _serve(self) -> None:
-        """Serve one socket, until the head has refused it or is elsewhere: ZeroMQ never tries again after a refusal."""
+        """Serve one socket until the head refuses it or moves. ZeroMQ itself does not retry after a refusal."""
         head = self.head
         socket = self._context.socket(zmq.DEALER)
         try:
@@ -116,7 +116,7 @@ class Link:
                 socket.connect(head.endpoint)
                 while self.head is head and await self._is_accepted():
                     if reading.done():
-                        reading.result()  # only an error ends it, and a link that hears nothing is of no use
+                        reading.result()  # only an error ends the task: raise that error
             finally:
                 self.connected = False
                 reading.cancel()
@@ -129,13 +129,13 @@ class Link:
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.IPV6, int(self.head.endpoint.startswith("tcp://[")))
         present(socket, self.head.public_key, self._keys.public_key, self._keys.secret_key)
-        # Without a connection nothing is queued inside ZeroMQ, so that nothing overtakes the hello.
+        # Queue nothing inside ZeroMQ without a connection, so that no message precedes the hello.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         socket.setsockopt(zmq.SNDHWM, QUEUE)
         socket.setsockopt(zmq.RCVHWM, QUEUE)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        # The kernel doubles the time between two SYNs: after a cut of a minute the next one is half a minute away.
+        # The kernel doubles the time between two SYNs: after a minute without network the next SYN takes half a minute.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
@@ -143,7 +143,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
 
     async def _is_accepted(self) -> bool:
-        """Take the connection's next event; while the head is silent, look where it is now. False: it has refused."""
+        """Handle the connection's next event. If the head is silent, read its file. Returns False after a refusal."""
         frames = self._monitor.receive()
         if frames is None:
             await self._monitor.readable(SILENCE_S)
@@ -154,7 +154,7 @@ class Link:
         self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self.connected:
             self._redial_s = _REDIAL_S[0]
-            self._socket.look()  # else ZeroMQ may not know yet that it can send
+            self._socket.look()  # without this call ZeroMQ may not know yet that it can send
             guarded(self._on_connect)
         elif event & _FAILURES:
             self._read_head_file()
@@ -168,13 +168,13 @@ class Link:
                 await self._socket.readable(SILENCE_S)
             else:
                 guarded(self._hear, frames[-1].buffer)
-                await asyncio.sleep(0)  # a flood must not keep all else back
+                await asyncio.sleep(0)  # a flood of messages must not block the other tasks
 
     def _hear(self, data: memoryview) -> None:
         try:
             message = self._decoder.decode(data)
         except Unreadable as error:
-            if error.message != self._complaint:  # a head of another version says more of the same
+            if error.message != self._complaint:  # a head of another version sends many such messages: log the first
                 self._complaint = error.message
                 log.warning("dropped a message from the head: %s", error)
             return
@@ -182,7 +182,7 @@ class Link:
         self._on_message(message)
 
     def _read_head_file(self) -> None:
-        """Read it in a thread: a shared file system may never answer, and neither loop nor exit must wait for it."""
+        """Read the head's file in a thread: a shared file system may hang, and the loop and the exit must not wait."""
         if self._head_file_reader is not None and self._head_file_reader.is_alive():
             return
         loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
-"""The head's end: one ROUTER socket with CURVE, for all agents.
+"""The head's connection to all agents: one ROUTER socket with CURVE encryption and authentication.
 
-Who a peer is comes from its authenticated key alone. The agents of one allocation share a key, so a *peer* is the key,
-a space and the host that the agent named in its `Hello` on this connection. A holder of the key may speak as any agent
-of its own allocation, and as nobody else. `key_of` and `agent_of` take the name apart. Until an agent has said hello on
-a connection, nothing else that it says there is heard. Routing ids that clients choose mean nothing here.
+The authenticated key identifies the allocation. The agents of one allocation share a key, so the name of a *peer* is
+"KEY HOST", with the host from the agent's `Hello` on this connection. A holder of the key can act as any agent of its
+own allocation, and of no other. `key_of` and `agent_of` split the name. The router drops everything that an agent sends
+before its hello. Routing ids that clients choose have no meaning.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol import FromAgent, Hello, Refused, ToAgent
+from fallow.core.protocol import AgentRefused, FromAgent, Hello, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.keys import DOMAIN, KEY_LENGTH, Authenticator, Outcome, new_keypair, probe
@@ -27,54 +27,59 @@ from fallow.wire.sockets import AsyncSocket
 log = logging.getLogger("fallow.wire")
 
 LEAST_VERSION = 4, 3, 5
-"""Of libzmq. That strangers are kept out was tried with it; before 4.3.3 they could harm a process without a key."""
+"""Of libzmq: oldest version with which authentication was tested. Before 4.3.3 a client without a key can do harm."""
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 8000
 HIGH_WATER = 1000
 MAX_AGENTS_PER_KEY = 8192
 LARGE = 16 * 1024
-"""Bytes from which on a message is not copied for each peer."""
+"""Size in bytes from which a message is shared between peers instead of copied for each."""
 _ENCRYPT_S = 0.1
 _PROBE_S = 20.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
 _GATHER_S = 2.5e-6
-"for each peer: waking up for a beat costs three times what it takes itself"
+"seconds to wait per peer, so that several beats are read at once: a wake-up costs three times as much as a beat"
 _LEAST_GATHER_S, _MOST_GATHER_S = 0.001, 0.01
-"the loop's clock knows no shorter time, and what is decided is not held up for longer"
+"shortest wait that the loop's clock can measure, and longest wait that decisions may suffer"
 
 
 def key_of(peer: str) -> str:
-    """The authenticated public key of a peer."""
+    """Return the authenticated public key of a peer."""
     return peer[:KEY_LENGTH]
 
 
 def agent_of(peer: str) -> str:
-    """The agent's host, as its `Hello` named it."""
+    """Return the agent's host, as its `Hello` named it."""
     return peer[KEY_LENGTH + 1 :]
 
 
 def gathering_s(peers: int) -> float:
-    """Seconds in which messages of so many peers come together before the next is looked for; 0 for few peers."""
+    """Return the seconds to wait before a read, so that messages of many peers are read at once; few peers: 0."""
     wait_s = min(_GATHER_S * peers, _MOST_GATHER_S)
     return wait_s if wait_s >= _LEAST_GATHER_S else 0.0
 
 
 class RouterDown(FallowError):
-    """The router is closed, on purpose or because its authenticator ended."""
+    """The router is closed, on purpose or because its authenticator has ended."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"head's ZeroMQ socket: closed ({reason}); start the head again", Exit.SOFTWARE)
 
 
 class Router:
-    """ROUTER socket plus its authenticator. Lives in one asyncio loop; every method is called there."""
+    """ROUTER socket and its authenticator. Call every method in the same event loop.
 
-    def __init__(self, public: str, secret: str, allowed: Callable[[str], bool]) -> None:
-        """`allowed(key)` is asked at every handshake and every message, so revoking a key works at once."""
+    Args:
+        public: the head's public key.
+        secret: the head's secret key.
+        is_allowed: called with a peer's key at every handshake and message, so that revoking a key works at once.
+    """
+
+    def __init__(self, public: str, secret: str, is_allowed: Callable[[str], bool]) -> None:
         self._public, self._secret = public, secret
-        self._allow = allowed
+        self._allow = is_allowed
         self._own_key: str | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._zap: Authenticator | None = None
@@ -87,29 +92,29 @@ class Router:
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
         self._last: tuple[Any, bytes, zmq.Frame | None] = None, b"", None
-        "the message that was sent last: what all nodes are told is the same object"
+        "last message, its bytes and its shared frame: a message to all nodes is encoded once"
         self.endpoint = ""
-        self.refused: Counter[str] = Counter()
-        "What was refused or dropped, by reason; for metrics and tests."
+        self.refusals: Counter[str] = Counter()
+        "number of refused and dropped messages, by reason"
 
-    # -- life -----------------------------------------------------------------------------------------------
+    # -- start and close ------------------------------------------------------------------------------------
 
     async def start(self, address: str, port: int | None, ports: range | None = None) -> str:
-        """Bind to one local address, prove that strangers are refused, and return the endpoint.
+        """Bind to one local address, prove that unknown keys are refused, and return the endpoint.
 
-        `port` None, or one that is taken, becomes a free one: one of `ports`, where they are given.
+        If `port` is None or taken, another free port is used: one of `ports` unless `ports` is None.
         """
         _check_version()
         host = _one_address(address)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 64)
-        self._zap = Authenticator(self._context, self._allowed, self._refuse_key)
+        self._zap = Authenticator(self._context, self._is_allowed, self._refuse_key)
         self._zap.task.add_done_callback(self._zap_ended)
         try:
             socket = self._context.socket(zmq.ROUTER)
             self._socket = AsyncSocket(socket)
             self._configure(socket)
-            # Only where it is needed: with it, an IPv4 address would come out as ::ffff:a.b.c.d.
+            # Only for IPv6 addresses: with this option an IPv4 address would appear as ::ffff:a.b.c.d.
             socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
             self.endpoint = _bind(socket, host, port, ports)
             await self.self_test()
@@ -126,7 +131,7 @@ class Router:
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A second connection that names another's routing id must not take its place.
+        # A second connection with the same routing id must not replace the first one.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -138,7 +143,7 @@ class Router:
         socket.setsockopt(zmq.BACKLOG, 1024)
 
     async def self_test(self) -> None:
-        """Dial our own endpoint: a known key must get in, a random key and plain NULL must not."""
+        """Connect to our own endpoint: a known key must be accepted, a random key and no encryption refused."""
         own = new_keypair()
         self._own_key = own.public
         try:
@@ -151,9 +156,9 @@ class Router:
             self._own_key = None
         expected = [Outcome.ACCEPTED, Outcome.REFUSED, Outcome.REFUSED]
         if list(outcomes.values()) != expected:
-            found = ", ".join(f"{who}: {outcome}" for who, outcome in outcomes.items())
+            results = ", ".join(f"{who}: {outcome}" for who, outcome in outcomes.items())
             raise FallowError(
-                f"{self.endpoint}: authentication does not hold ({found}); the head will not listen. "
+                f"{self.endpoint}: authentication does not hold ({results}); the head will not listen. "
                 "Check the installed pyzmq (`fallow doctor`) and that nothing filters this port",
                 Exit.SOFTWARE,
             )
@@ -184,26 +189,26 @@ class Router:
     # -- messages -------------------------------------------------------------------------------------------
 
     async def recv(self) -> tuple[str, FromAgent]:
-        """The next valid message and who sent it. Raises `RouterDown` when the router is closed."""
-        while not (found := await self.received(1)):
+        """Wait for the next valid message. Returns peer and message; raises `RouterDown` when the router is closed."""
+        while not (messages := await self.receive(1)):
             if wait_s := gathering_s(len(self._routes)):
                 await asyncio.sleep(wait_s)
             await self._open().readable(_RECHECK_S)
-        return found[0]
+        return messages[0]
 
-    async def received(self, most: int) -> list[tuple[str, FromAgent]]:
-        """What lies there now, at most so many messages. It does not wait: the list may be empty.
+    async def receive(self, most: int) -> list[tuple[str, FromAgent]]:
+        """Return the messages that are here now, at most `most`, as (peer, message). Does not wait.
 
         Raises:
             RouterDown: the router is closed.
         """
-        found: list[tuple[str, FromAgent]] = []
+        messages: list[tuple[str, FromAgent]] = []
         socket = self._open()
-        while len(found) < most and (frames := socket.receive()) is not None:
+        while len(messages) < most and (frames := socket.receive()) is not None:
             accepted = self._accept(frames)
             if accepted is not None:
-                found.append(accepted)
-        return found
+                messages.append(accepted)
+        return messages
 
     def _open(self) -> AsyncSocket:
         if self._down is not None or self._socket is None:
@@ -215,7 +220,7 @@ class Router:
             return self._reject("not one frame", frames[-1])
         route, frame = frames[0].bytes, frames[1]
         key = _user_id(frame)
-        if key is None or not self._allowed(key):
+        if key is None or not self._is_allowed(key):
             return self._reject("revoked key", frame)
         peer = self._peers.get(route)
         if peer is not None and key_of(peer) != key:
@@ -238,13 +243,13 @@ class Router:
         return peer, message
 
     def _refuse(self, route: bytes, frame: zmq.Frame, error: Unreadable) -> None:
-        """Tell an agent whose first message is not understood, and that would wait for an answer for ever."""
+        """Refuse an agent whose first message cannot be read. Otherwise it would wait for an answer for ever."""
         who = "this agent"
         with contextlib.suppress(Unreadable):
             hello = self._hellos.decode(frame.buffer)
             who = f"the agent on {hello.host} (Fallow {hello.version})"
         words = f"the head does not understand the first message of {who}: {error}"
-        self._open().send([route, encode(Refused(code=Exit.CONFIG, message=words))])
+        self._open().send([route, encode(AgentRefused(code=Exit.CONFIG, message=words))])
 
     def _learn(self, peer: str, route: bytes) -> None:
         if self._peers.get(route) == peer:
@@ -267,9 +272,9 @@ class Router:
                 del self._agents[key]
 
     def send(self, peer: str, message: ToAgent) -> bool:
-        """Send without waiting. False: it was not sent.
+        """Send without waiting. Returns False if the message was not sent.
 
-        The peer has no connection now or is far behind, and will beat again; or the message is too large for any peer.
+        The peer has no connection now or its queue is full (it will beat again), or the message is too large.
         """
         socket = self._open()
         route = self._routes.get(peer)
@@ -280,26 +285,26 @@ class Router:
         except Unreadable as error:
             log.error("not sent to %s: %s", agent_of(peer), error)
             return False
-        # The name stays where it is not sent: the peer's last messages may still be waiting to be read.
+        # The route stays even if sending fails: the peer's last messages may still be unread.
         return socket.send([route, encoded])
 
     def _encode(self, message: ToAgent) -> bytes | zmq.Frame:
-        """A large message becomes a frame, which all connections share until each has sent it."""
-        known, raw, frame = self._last
-        if message is not known:
+        """Encode a message. A large one becomes a frame that all connections share until each has sent it."""
+        last_message, raw, frame = self._last
+        if message is not last_message:
             raw, frame = encode(message), None
         if frame is None and len(raw) >= LARGE:
             frame = zmq.Frame(raw, copy=False, track=True)
         self._last = message, raw, frame
         return raw if frame is None else frame
 
-    async def encrypted(self) -> bool:
-        """Wait, not for long, until ZeroMQ's thread has encrypted the large messages that were sent.
+    async def wait_until_encrypted(self) -> bool:
+        """Wait, at most 0.1 s, until ZeroMQ's thread has encrypted the last large message for all peers.
 
-        Until then each connection may hold a copy of its own. Call it again and again between sends to many peers.
+        Until then each connection may hold its own copy. Call it repeatedly between sends to many peers.
 
         Returns:
-            False if somebody does not read: to wait again would not help.
+            False if a peer does not read, so that waiting again would not help.
         """
         message, raw, frame = self._last
         if frame is not None:
@@ -323,7 +328,7 @@ class Router:
 
     # -- refusals -------------------------------------------------------------------------------------------
 
-    def _allowed(self, key: str) -> bool:
+    def _is_allowed(self, key: str) -> bool:
         return key == self._own_key or self._allow(key)
 
     def _refuse_key(self, key: str) -> None:
@@ -335,12 +340,12 @@ class Router:
         return None
 
     def _note(self, reason: str, key: str) -> None:
-        # One line per packet would let a stranger fill the disk.
-        self.refused[reason] += 1
+        # One line per message would let a stranger fill the disk.
+        self.refusals[reason] += 1
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _LOG_EVERY_S
-            log.warning("refused: %s (%s); so far: %s", reason, key, dict(self.refused))
+            log.warning("refused: %s (%s); so far: %s", reason, key, dict(self.refusals))
 
 
 def _user_id(frame: zmq.Frame) -> str | None:
@@ -355,8 +360,8 @@ def _check_version() -> None:
     if zmq.zmq_version_info() < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         raise FallowError(
-            f"libzmq {zmq.zmq_version()}: older than {least}, with which it was tried that it keeps strangers out; "
-            "install a wheel of pyzmq, which brings its own: pip install --only-binary pyzmq 'pyzmq>=26.2'",
+            f"libzmq {zmq.zmq_version()}: older than {least}, the oldest version tested for authentication; "
+            "install a wheel of pyzmq, which has its own libzmq: pip install --only-binary pyzmq 'pyzmq>=26.2'",
             Exit.CONFIG,
         )
 
@@ -400,7 +405,7 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int | None, ports: range |
 
 
 def _choices(port: int | None, ports: range | None) -> list[str]:
-    """The ports to try, in this order; `*` lets the kernel choose."""
+    """Return the ports to try, in order. `*` lets the kernel choose."""
     if ports is None:
         return [str(port), "*"] if port else ["*"]
     first = [port] if port in ports else []

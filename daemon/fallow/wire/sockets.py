@@ -1,8 +1,7 @@
-"""A ZeroMQ socket in an asyncio loop.
+"""A ZeroMQ socket in an asyncio loop, fast enough for a head that receives thousands of beats per second.
 
-`zmq.asyncio` makes a future per call; the head gets thousands of beats per second and wants to drain them.
-ZeroMQ's file descriptor is edge-triggered and any call on the socket may consume the edge, so `touch` looks again
-after sends: once for all of them that the loop makes in one go.
+`zmq.asyncio` makes a future per call, which is too slow. ZeroMQ's file descriptor is edge-triggered and any call on the
+socket may consume the edge. So `touch` schedules one check for messages after all sends of a loop iteration.
 """
 
 import asyncio
@@ -11,13 +10,13 @@ from collections.abc import Sequence
 
 import zmq
 
-# pyzmq's own enums and its multipart calls cost several times what ZeroMQ takes for a message.
+# Plain integers: pyzmq's enums and its multipart calls cost several times as much as ZeroMQ itself.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class AsyncSocket:
-    """Owns `socket`: readiness as an event, sends that never wait."""
+    """Wrapper that owns `socket`. Sends never wait, and `readable` waits for messages."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
@@ -27,7 +26,7 @@ class AsyncSocket:
         self._descriptor: int = socket.FD
 
     def receive(self) -> list[zmq.Frame] | None:
-        """The next message if one is there."""
+        """Return the frames of the next message; None: no message is there."""
         receive = self.socket.recv
         try:
             frames = [receive(_NOBLOCK, False)]
@@ -38,7 +37,7 @@ class AsyncSocket:
         return frames
 
     def send(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
-        """Hand a message to ZeroMQ; False when the peer is gone or too far behind. A frame at its end is not copied."""
+        """Send without waiting. Returns False if the peer has left or its queue is full. The last `Frame` is shared."""
         self.touch()
         try:
             for frame in frames[:-1]:
@@ -51,13 +50,13 @@ class AsyncSocket:
         return True
 
     def touch(self) -> None:
-        """Wake the reader soon if a message is there, whoever consumed the edge."""
+        """Schedule a `look`, once per loop iteration."""
         if not self._touched:
             self._touched = True
             self._loop.call_soon(self.look)
 
     def look(self) -> None:
-        """Have ZeroMQ take in what has happened, and wake the reader if a message is there."""
+        """Have ZeroMQ process its events, and wake the reader if a message is there."""
         self._touched = False
         if not self.socket.closed and int(self.socket.get(_EVENTS)) & _READABLE:
             self._ready.set()
@@ -68,7 +67,7 @@ class AsyncSocket:
         self.look()
         if self._ready.is_set():
             return
-        # Nobody but a reader that waits needs to know; and until it has read, the loop would be told again and again.
+        # Watch the descriptor only while a reader waits: until the message is read, it would wake the loop repeatedly.
         self._loop.add_reader(self._descriptor, self._signalled)
         try:
             with contextlib.suppress(TimeoutError):
@@ -83,11 +82,11 @@ class AsyncSocket:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the reader, whatever is there."""
+        """Wake the reader, even without a message."""
         self._ready.set()
 
     def close(self) -> None:
-        """Close at once; what was not sent yet is lost."""
+        """Close at once. Messages that are not sent yet are lost."""
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=0)

@@ -9,7 +9,7 @@ import pytest
 from builders import Clock
 from fallow.agent import conversation
 from fallow.agent.__main__ import read_soon
-from fallow.agent.conversation import Enrolment, HeadSilence, Reporter
+from fallow.agent.conversation import Enrolment, HeadContact, Reporter
 from fallow.core.protocol import Beat, Ended, EndNoted, Hello, Progress
 from fallow.model import Exit, FallowError, KeyFile
 from waiting import until
@@ -99,7 +99,7 @@ async def test_how_the_training_gets_on_travels_with_heartbeats_and_with_new_pro
 def test_an_agent_that_was_stopped_does_not_take_the_head_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(100.0)
     monkeypatch.setattr(conversation, "time", SimpleNamespace(monotonic=clock))
-    silence = HeadSilence("n1")
+    silence = HeadContact("n1")
     clock.now += 3.0
     assert silence.silent_s == 3.0
     clock.now += 600.0

@@ -12,7 +12,7 @@ import pytest
 from command_line import Fallow, write_command
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.files import Paths, read_struct
-from fallow.model import Exit, FallowError, Prospect, WouldAsk
+from fallow.model import Estimate, Exit, FallowError, WouldAsk
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
 
@@ -41,7 +41,7 @@ elif mode == "hang":
 """
 
 
-PROSPECT = Prospect(
+ESTIMATE = Estimate(
     polled_at=0.0,
     idle_nodes=5,
     asks=[WouldAsk(partition="scavenge", minutes=60, nodes=1), WouldAsk(partition="scavenge", minutes=120, nodes=3)],
@@ -71,7 +71,7 @@ class Site:
             raise self.head_error[method]
         if method == "test_harvest":
             return self.refusal
-        answers = {"create_run": NewRun(run="r1", token="r1.0", folder="/f", key_file="/k"), "prospect": PROSPECT}
+        answers = {"create_run": NewRun(run="r1", token="r1.0", folder="/f", key_file="/k"), "estimate": ESTIMATE}
         return answers.get(method)
 
     @property

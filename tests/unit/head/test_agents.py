@@ -96,7 +96,7 @@ def test_an_agent_that_has_no_business_here_is_refused_in_words(
     host = said.get("host", "h3")
     stranger = talk.play(run, allocation, **{"host": host, **said})
     stranger.greet()
-    refused = stranger.only(Refused)
+    refused = stranger.only(AgentRefused)
     assert refused.code == Exit.NO_RESTART
     assert words in refused.message
     assert list(allocation.agents) == ["h1"] and list(run.roster.nodes) == [1]
@@ -123,11 +123,11 @@ def test_one_that_trains_is_told_to_end_where_a_stranger_is_refused(
         assert agent.only(EndAgent).code == Exit.NO_RESTART
     assert len(talk.texts("refuse")) == 1
     if why == "barred":
-        assert other.beat().all(News)
+        assert other.beat().all(BeatReply)
     else:
         forgotten = talk.play(run, allocation, "h3").greet(node=9)
         assert forgotten.only(EndAgent).code == Exit.NO_RESTART, "no record knows it, and it had been admitted"
-        assert "is cancelled" in talk.play(run, allocation, "h4").greet().only(Refused).message
+        assert "is cancelled" in talk.play(run, allocation, "h4").greet().only(AgentRefused).message
 
 
 def test_numbers_that_were_reserved_are_given_whatever_order_agents_come_in(talk: Talk) -> None:
@@ -267,7 +267,7 @@ def test_an_agent_that_was_forgotten_is_asked_who_it_is(talk: Talk, run: Run) ->
     run.allocations[one.hello.token].agents.clear()
     assert one.beat().heard == [Introduce(node=one.node)]
     assert one.greet().only(Admitted) == Admitted(node=one.node, boot=1)
-    assert one.beat().all(News)
+    assert one.beat().all(BeatReply)
 
 
 # -- it is there ------------------------------------------------------------------------------------------------------
@@ -498,7 +498,9 @@ def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
 ) -> None:
     """No Slurm tells of it. Under Slurm the job's id names no process, and its workers have to do."""
     alive = {7, 8} if is_running else set()
-    monkeypatch.setattr("fallow.head.deadlines.living", lambda pid: Process("", "R", 1, "0") if pid in alive else None)
+    monkeypatch.setattr(
+        "fallow.head.deadlines.find_process", lambda pid: Process("", "R", 1, "0") if pid in alive else None
+    )
     run = new_run(talk.book, local=True)
     allocation = talk.book.new_allocation(run, AllocationKind.HARVEST, talk.now)
     agent = talk.play(run, allocation, job_id=job_id).greet()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.membership.messages import Report
-from fallow.core.protocol import Beat, FromAgent, Left
+from fallow.core.protocol import AgentLeft, Beat, FromAgent
 from fallow.head.app import HEARD_AT_ONCE, Head
 from fallow.head.loop.inbox import AgentMessage, Inbox, Tick
 
@@ -34,7 +34,7 @@ def test_of_each_peer_all_is_heard_in_order_but_beats_that_a_later_one_follows(
                 taken.append(inbox.get_nowait())  # type: ignore[arg-type]
             continue
         peer, is_beat = step
-        item = heard(peer, beat(number) if is_beat else Left(code=number))
+        item = heard(peer, beat(number) if is_beat else AgentLeft(code=number))
         waiting = [one for one in waiting if one not in taken]
         last = next((one for one in reversed(waiting) if one.peer == peer), None)
         if is_beat and last is not None and isinstance(last.message, Beat):

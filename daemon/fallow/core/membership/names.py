@@ -7,7 +7,7 @@ schedules of `fallow local`. The only worker of a node has the node's name; one 
 import re
 
 from fallow.model import Exit, FallowError
-from fallow.text import shown
+from fallow.text import quote
 
 _NAME = re.compile(r"n(0|[1-9]\d{0,8})\Z")
 
@@ -29,5 +29,5 @@ def member_number(name: str) -> int:
     """
     match = _NAME.match(name)
     if match is None:
-        raise FallowError(f"member {shown(name)}: members are called n0, n1 and so on; see fallow status", Exit.USAGE)
+        raise FallowError(f"member {quote(name)}: members are called n0, n1 and so on; see fallow status", Exit.USAGE)
     return int(match[1]) + 1

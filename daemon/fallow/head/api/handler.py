@@ -23,11 +23,11 @@ from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.registry import Registry
 from fallow.model import (
+    Estimate,
     EventRecord,
     Exit,
     FallowError,
     HeadView,
-    Prospect,
     RunReport,
     RunSpec,
     Snapshot,
@@ -166,7 +166,7 @@ class ControlHandler:
         )
 
 
-READING = ("status", "events", "report", "test_harvest", "usage", "prospect")
+READING = ("status", "events", "report", "test_harvest", "usage", "estimate")
 """Methods that change nothing."""
 
 

@@ -16,7 +16,7 @@ from fallow.head.slurm.harvest import Harvest, give_all_back
 from fallow.head.state.registry import Registry, Run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Prose
-from fallow.text import counted, shown
+from fallow.text import counted, quote
 
 
 class Operations:

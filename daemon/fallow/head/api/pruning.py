@@ -23,7 +23,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Registry, Run
 from fallow.model import Exit, FallowError, RunReport, SampleReport
 from fallow.model.bounds import Count, Few, Name, Seconds
-from fallow.text import shown
+from fallow.text import quote
 
 log = structlog.get_logger("fallow.head")
 
@@ -107,7 +107,7 @@ class Pruning:
         run = registry.get(name, by_name=True)
         if not run.ended:
             raise FallowError(
-                f"run {shown(run.id)} is {run.root.status}; only a run that has ended is pruned: "
+                f"run {quote(run.id)} is {run.root.status}; only a run that has ended is pruned: "
                 f"fallow cancel {run.id} ends it",
                 Exit.USAGE,
             )

@@ -8,17 +8,17 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Gather, Report
 from fallow.core.membership.names import member_name
 from fallow.core.protocol import (
+    AgentLeft,
+    AgentRefused,
     Beat,
+    BeatReply,
     EndAgent,
     Ended,
     EndNoted,
     FromAgent,
     Hello,
     Introduce,
-    Left,
-    News,
     Progress,
-    Refused,
     Setup,
 )
 from fallow.head.loop.turn import Turn, agent_peer, end_reason
@@ -72,7 +72,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         case Ended():
             _handle_end(turn, run, allocation, host, message, at)
             turn.messages.append((peer, EndNoted(node=message.node, boot=message.boot)))
-        case Left():
+        case AgentLeft():
             allocation.left_at = turn.now
             turn.dirty.add(run.id)
             note_agent_end(turn, run, allocation, host, _explain_exit(message.code))
@@ -163,7 +163,7 @@ def _refuse(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hell
         return
     allocation.told_to_end = True
     turn.dirty.add(run.id)
-    turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
+    turn.messages.append((peer, AgentRefused(code=Exit.NO_RESTART, message=problem)))
 
 
 def _admit_agent(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:

@@ -24,8 +24,8 @@ from fallow.model import (
     AllocationKind,
     AllocationState,
     ClusterState,
+    Estimate,
     NodeInfo,
-    Prospect,
     RunSpec,
     RunStatus,
     WouldAsk,
@@ -168,7 +168,7 @@ def estimate(
     situation = Situation(cluster, [demand], live, replace(rules, ahead=0), knowledge, assess(cluster, live))
     unbounded = replace(situation.rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED)
     asks, all_asks = (plan(some).asks for some in (situation, dataclasses.replace(situation, rules=unbounded)))
-    return Prospect(
+    return Estimate(
         polled_at=cluster.at,
         idle_nodes=len({hole.node for hole in situation.holes if hole.part is None}),
         asks=[

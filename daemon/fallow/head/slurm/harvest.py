@@ -46,12 +46,12 @@ from fallow.model import (
     AllocationKind,
     ClusterConfig,
     ClusterState,
+    Estimate,
     Exit,
     FallowError,
     JobRequest,
     OwnerView,
     PartitionInfo,
-    Prospect,
     RunSpec,
 )
 from fallow.slurm.parse import folded, nodes

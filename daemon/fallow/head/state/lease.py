@@ -26,7 +26,7 @@ import structlog
 
 from fallow.files import Paths, read_private, sync_dir
 from fallow.model import Exit, FallowError
-from fallow.processes import living
+from fallow.processes import find_process
 
 log = structlog.get_logger("fallow.head")
 
@@ -89,7 +89,7 @@ class Lease:
             host=os.uname().nodename,
             place=place or this_place(),
             pid=pid,
-            started="" if (process := living(pid)) is None else process.started,
+            started="" if (process := find_process(pid)) is None else process.started,
             nonce=secrets.token_hex(16),
         )
         self._file = paths.head_lease(1)
@@ -139,7 +139,7 @@ class Lease:
         """True if the former head's process has ended; False if this place cannot tell."""
         if former.place != self._claim.place:
             return False
-        process = living(former.pid)
+        process = find_process(former.pid)
         if process is not None and process.started == former.started:
             raise self._refusal(former)
         return True

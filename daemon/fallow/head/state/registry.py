@@ -42,7 +42,7 @@ from fallow.model import (
     MemberPhase,
     RunSpec,
 )
-from fallow.text import shown
+from fallow.text import quote
 from fallow.wire.keys import new_keypair
 
 ABSENCE_S = 5.0

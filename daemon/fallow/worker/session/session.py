@@ -15,7 +15,7 @@ import torch
 
 from fallow.core.checks.network import data_address, port_range
 from fallow.core.membership.messages import Contract, Gathered, Order, Unreadable
-from fallow.core.protocol import Heard, News, Setup, Start, ToWorker
+from fallow.core.protocol import BeatReply, HeadSilence, Setup, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.wire.frames import AgentChannel

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from fallow.core import protocol
 from fallow.core.membership.messages import Checkpoint
 from fallow.core.protocol import Status
-from fallow.model import HIDDEN, OUTPUT_PIPES, SHOWN, Doing
+from fallow.model import HIDE_MARK, OUTPUT_PIPES, SHOW_MARK, Doing
 from fallow.worker.session.orders import Orders
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.groups import Groups
@@ -149,4 +149,4 @@ class Voice:
             with contextlib.suppress(OSError):
                 # Elsewhere, in a file of the script's, nobody reads the marks.
                 if str(os.fstat(descriptor).st_ino) == pipe:
-                    os.write(descriptor, SHOWN if speaks else HIDDEN)
+                    os.write(descriptor, SHOW_MARK if speaks else HIDE_MARK)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from fallow.wire.address import all_taken, listen
+from fallow.wire.address import listen, no_free_port
 from fallow.worker.transport.rendezvous import GatherStore
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -145,7 +145,7 @@ def _device_within(address: str, ports: range) -> tuple[Any, bytes, bytes]:
             if port is not None and _move_listener(fd, address, port):
                 return device, _sockaddr_prefix(address, first), _sockaddr_prefix(address, port)
             del device
-    raise all_taken(address, ports)
+    raise no_free_port(address, ports)
 
 
 def _move_listener(fd: int, address: str, port: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import builders
 from fallow.core.membership.messages import Checkpoint, Order, Problem
-from fallow.core.protocol import News, Setup
+from fallow.core.protocol import BeatReply, Setup
 from fallow.core.training.saving import Saving
 from fallow.worker.checkpoint import writer as writing
 from fallow.worker.checkpoint.saver import Saver

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
-from fallow.core.protocol import News
+from fallow.core.protocol import BeatReply
 from fallow.model import Doing, Exit, FallowError
 from fallow.worker.session.head_status import HEAD_SILENT_S
 from fallow.worker.session.orders import Answered, Dismissed, OthersEnded, exit_code
@@ -119,7 +119,7 @@ def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_
     news = agent.session.head_status
     agent.silent(HEAD_SILENT_S + 1.0)
     assert not news.leaves_alone(30.0), "its node stays"
-    agent.say(News(term=1, ends_in_s=25.0))
+    agent.say(BeatReply(term=1, ends_in_s=25.0))
     assert news.leaves_alone(30.0)
     assert not news.leaves_alone(10.0), "there is time"
     news.warn()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.agent.output import Marked
-from fallow.model import HIDDEN, OUTPUT_PIPES, SHOWN
+from fallow.agent.output import MarkedStream
+from fallow.model import HIDE_MARK, OUTPUT_PIPES, SHOW_MARK
 from fallow.worker.session.status import IsMain, Voice
 
 
@@ -27,7 +27,7 @@ def test_is_main_is_looked_up_whenever_it_is_asked_for() -> None:
 
 
 PIECES = st.lists(
-    st.one_of(st.sampled_from([SHOWN, HIDDEN]), st.binary(max_size=6), st.just(b"\0"), st.just(SHOWN[:9]))
+    st.one_of(st.sampled_from([SHOW_MARK, HIDE_MARK]), st.binary(max_size=6), st.just(b"\0"), st.just(SHOW_MARK[:9]))
 )
 
 
@@ -37,12 +37,12 @@ def test_output_is_cut_at_the_marks_however_it_comes(pieces: list[bytes], data: 
     wanted: list[tuple[bool | None, int]] = []
     speaks, rest = None, whole
     while rest:
-        if rest.startswith((SHOWN, HIDDEN)):
-            speaks, rest = rest.startswith(SHOWN), rest[len(SHOWN) :]
+        if rest.startswith((SHOW_MARK, HIDE_MARK)):
+            speaks, rest = rest.startswith(SHOW_MARK), rest[len(SHOW_MARK) :]
         else:
             wanted.append((speaks, rest[0]))
             rest = rest[1:]
-    marked, found = Marked(), list[tuple[bool | None, int]]()
+    marked, found = MarkedStream(), list[tuple[bool | None, int]]()
     while whole:
         size = data.draw(st.integers(1, len(whole)))
         found += [(speaks, byte) for speaks, piece in marked.cut(whole[:size]) for byte in piece]
@@ -62,5 +62,5 @@ def test_a_worker_marks_its_own_pipes_and_no_file(
     voice.speak(speaks=True)
     print("of all")
     out, error = capfd.readouterr()
-    assert out.encode() == HIDDEN + b"of others\n" + SHOWN + b"of all\n"
+    assert out.encode() == HIDE_MARK + b"of others\n" + SHOW_MARK + b"of all\n"
     assert error == ""
