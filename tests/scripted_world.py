@@ -44,7 +44,7 @@ class ScriptedSession:
         self.generation = self.computed = 0
         self.group: Group | None = None
         self.run: Run | None = None
-        self.head_status.take(News(term=1, joins=not world.is_first(worker)))
+        self.head_status.take(BeatReply(term=1, joins=not world.is_first(worker)))
         self.orders = _Orders(self, world)
         self.groups = Groups("", None)
         self._offered: Upcoming | None = None

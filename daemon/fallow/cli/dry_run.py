@@ -36,8 +36,8 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
     asker = Asker.of(plan.spec, Asker(harvest.account or "", harvest.qos or ""))
     variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
     notes: list[str] = []
-    prospect, start = _prospect(plan, notes), _base_start(plan, variables, notes)
-    planned_partitions = [each.partition for each in prospect.asks] if prospect is not None else []
+    estimate, start = _estimate(plan, notes), _base_start(plan, variables, notes)
+    planned_partitions = [each.partition for each in estimate.asks] if estimate is not None else []
     partitions = plan.spec.harvest_partitions or harvest.partitions or planned_partitions or ["PARTITION"]
     options = harvest_options(
         plan.spec,
@@ -127,15 +127,15 @@ def _now(result: DryRun, now: float) -> list[str]:
         lines.append(f"the base job would be {result.start.says}; nothing would be submitted, and no run would begin")
     elif result.start is not None:
         lines.append(f"Slurm about the base job: {result.start.says}")
-    if (prospect := result.prospect) is not None:
-        idle, age_s = counted(prospect.idle_nodes, "node"), max(0.0, now - prospect.polled_at)
+    if (estimate := result.estimate) is not None:
+        idle, age_s = counted(estimate.idle_nodes, "node"), max(0.0, now - estimate.polled_at)
         lines.append(f"idle where nodes may be harvested: {idle}, as the head saw {age_s:.0f} s ago")
         if not is_refused:
-            asks = [f"{counted(one.nodes, 'node')} for {one.minutes} min in {one.partition}" for one in prospect.asks]
+            asks = [f"{counted(one.nodes, 'node')} for {one.minutes} min in {one.partition}" for one in estimate.asks]
             lines.append(f"requests once the base job trains: {', '.join(asks) or 'nothing'}")
-            expectation = f"{prospect.nodes} of {result.min_nodes} to {result.max_nodes}"
+            expectation = f"{estimate.nodes} of {result.min_nodes} to {result.max_nodes}"
             lines.append(f"expected nodes, base job included: {expectation}")
-        lines += prospect.notes
+        lines += estimate.notes
     if result.budget_node_hours is not None:
         lines.append(f"budget for all but the first base job: {result.budget_node_hours:g} node-hours")
     return lines + result.notes

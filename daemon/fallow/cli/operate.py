@@ -64,7 +64,7 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     names = unfold(nodes)
     if not names:
         raise FallowError(
-            f"run {shown(run)}: no node is given; `fallow status {shown(run)}` lists the nodes of the run", Exit.USAGE
+            f"run {quote(run)}: no node is given; `fallow status {quote(run)}` lists the nodes of the run", Exit.USAGE
         )
     ask("drain", run=run, nodes=names)
     _print_result(

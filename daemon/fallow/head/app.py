@@ -253,7 +253,7 @@ class Head:
 
     async def _drain(self) -> None:
         """Receive the messages that wait in the socket."""
-        for received in await self._router.received(DRAINED):
+        for received in await self._router.receive(DRAINED):
             self._receive(*received)
 
     def _receive(self, peer: str, message: FromAgent) -> None:

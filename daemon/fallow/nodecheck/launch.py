@@ -37,7 +37,7 @@ def examine() -> list[Check]:
         result = subprocess.run(
             command, env=step_environment(os.environ), stdout=subprocess.PIPE, timeout=_DEADLINE_S, check=False
         )
-        return verdicts(msgspec.json.decode(result.stdout, type=Found), folded)
+        return verdicts(msgspec.json.decode(result.stdout, type=AllocationFacts), folded)
     except subprocess.TimeoutExpired:
         raise FallowError(
             f"the nodes did not answer within {_DEADLINE_S:g} s; see srun's output", Exit.TEMPFAIL

@@ -40,7 +40,7 @@ def work(folder: Path, measured_s: float, node: str, rank: int, size: int) -> No
         group = build_group(0, rank, size, store, _address(), MEETING_S, device=device)
         facts = msgspec.json.encode(look_around(node, [device]))
         all_facts = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
-        result = Found(_by_node(all_facts), _measure(group, device, measured_s))
+        result = AllocationFacts(_by_node(all_facts), _measure(group, device, measured_s))
     except (FallowError, Interrupted, RuntimeError) as error:
         sys.exit(f"{node}: {error}")
     if rank == 0:
@@ -75,7 +75,7 @@ def _by_node(all_facts: list[NodeFacts]) -> list[NodeFacts]:
     return list(nodes.values())
 
 
-def _measure(group: Group, device: torch.device, measured_s: float) -> Measured | None:
+def _measure(group: Group, device: torch.device, measured_s: float) -> AllReduceTiming | None:
     """Measure all-reduces for `measured_s` seconds. The fastest batch counts: other traffic can only slow it down."""
     if group.size == 1:
         return None

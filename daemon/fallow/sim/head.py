@@ -215,7 +215,7 @@ class VirtualHead(Head):
 
     def _report_left(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
         self._leaving_tokens.discard(allocation.token)
-        hear(turn, _peer(allocation), Left(code=code), turn.at)
+        hear(turn, _peer(allocation), AgentLeft(code=code), turn.at)
 
 
 class _InstantMachine(Machine):

@@ -202,7 +202,7 @@ def test_wrap_and_standard_input(site: Site, fallow: Fallow, monkeypatch: pytest
 def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither head nor Slurm: what would be submitted is shown all the same.
     monkeypatch.setenv("PATH", "/nowhere")
-    site.head_error["prospect"] = FallowError("no head", Exit.UNAVAILABLE)
+    site.head_error["estimate"] = FallowError("no head", Exit.UNAVAILABLE)
     result = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh", "a b")
     assert result.code == 0
     for text in (
@@ -215,7 +215,7 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
     ):
         assert text in result.out
     assert result.out.count("#SBATCH -A acc") == 1
-    assert site.methods == ["prospect"]
+    assert site.methods == ["estimate"]
 
 
 def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
@@ -223,7 +223,7 @@ def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     assert (value["base"][0], value["base"][-1]) == ("sbatch", "--json"), "the script's own"
     assert "--json" not in value["base"][:-1]
     assert "2099-01-31T12:00:00" in value["start"]["says"]
-    assert value["prospect"]["nodes"] == 7
+    assert value["estimate"]["nodes"] == 7
     site.sbatch_does("refuse")
     result = fallow("submit", "--dry-run", "--json", "job.sh")
     assert (result.code, result.json["start"]["refused"]) == (1, True)

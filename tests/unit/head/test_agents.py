@@ -12,7 +12,7 @@ from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
-from fallow.core.protocol import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
+from fallow.core.protocol import Admitted, AgentRefused, BeatReply, EndAgent, EndNoted, Introduce, Progress, Setup
 from fallow.head.peers.agents import note_agent_end
 from fallow.head.state.registry import Run
 from fallow.head.state.stored import StoredRun

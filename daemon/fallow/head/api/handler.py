@@ -104,8 +104,8 @@ class ControlHandler:
     async def test_harvest(self, run: Name) -> str:
         return await self._calls.test(self._registry.get(run))
 
-    async def prospect(self, spec: RunSpec) -> Prospect:
-        return self._harvest.prospect(self._registry, spec)
+    async def estimate(self, spec: RunSpec) -> Estimate:
+        return self._harvest.estimate(self._registry, spec)
 
     async def report(self, run: Name) -> RunReport:
         report, count = report_of(self._registry, self._registry.get(run))

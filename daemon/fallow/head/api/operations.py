@@ -62,7 +62,7 @@ class Operations:
         """Reserve a node of `fallow local`. Nodes are numbered in order of their requests, from n0."""
         target_run = self._active_run(run)
         if not target_run.spec.local:
-            raise FallowError(f"run {shown(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
+            raise FallowError(f"run {quote(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
         unused_allocations = [a for a in target_run.live_allocations() if not a.reserved and not a.agents]
         allocation = (
             unused_allocations[0]

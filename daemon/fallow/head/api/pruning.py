@@ -112,10 +112,10 @@ class Pruning:
                 Exit.USAGE,
             )
         if not _is_over(run):
-            raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
+            raise FallowError(f"run {quote(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
         if not checkpoints and _prepare_scan(registry, run, keeps_report=False)() is None:
             raise FallowError(
-                f"run {shown(run.id)}: checkpoint folder {registry.checkpoint_folder(run)} cannot be read; "
+                f"run {quote(run.id)}: checkpoint folder {registry.checkpoint_folder(run)} cannot be read; "
                 "make the folder readable, or give the checkpoints up with --checkpoints",
                 Exit.TEMPFAIL,
             )

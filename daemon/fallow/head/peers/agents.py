@@ -63,7 +63,7 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         return
     if allocation.is_live:
         _note_seen(turn, run, allocation, host, at)
-    elif not isinstance(message, Left):
+    elif not isinstance(message, AgentLeft):
         # The head has given the allocation up. The exit code that it sent before stays valid.
         _send_end(turn, run, allocation, peer, end_reason(run, allocation))
     match message:
@@ -240,11 +240,11 @@ def _handle_report(
     throughput.observe(turn, run, node.id)
 
 
-def _beat_reply(turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
+def _beat_reply(turn: Turn, run: Run, allocation: Allocation, host: str) -> BeatReply:
     agent = allocation.agents[host]
     usable_checkpoints = run.roster.checkpoints.usable()
     epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
-    return News(
+    return BeatReply(
         term=turn.registry.term,
         boot=agent.boot,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,

@@ -143,7 +143,7 @@ def estimate(
     live: Sequence[Allocation],
     knowledge: Knowledge,
     ordered: Asker | None = None,
-) -> Prospect:
+) -> Estimate:
     """Plan for this run as if its base job had started. Other runs' demand is left out.
 
     Args:

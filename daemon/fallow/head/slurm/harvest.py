@@ -388,7 +388,7 @@ class Harvest:
             minutes=max(rules.min_minutes, run.spec.min_harvest_minutes),
         )
 
-    def prospect(self, registry: Registry, spec: RunSpec) -> Prospect:
+    def estimate(self, registry: Registry, spec: RunSpec) -> Estimate:
         """Estimate the nodes that a new run would get.
 
         Raises:

@@ -11,7 +11,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
-from fallow.core.accounting import cancelled
+from fallow.core.accounting import cancelled, launch_failures
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (

@@ -341,9 +341,9 @@ class Registry:
             return matches[0]
         if matches:
             ids = ", ".join(sorted(each.id for each in matches))
-            raise FallowError(f"run {shown(run)} matches {len(matches)} runs; say which: {ids}", Exit.USAGE)
+            raise FallowError(f"run {quote(run)} matches {len(matches)} runs; say which: {ids}", Exit.USAGE)
         problem = "no run has exactly this name" if by_name else "no such run"
-        raise FallowError(f"run {shown(run)}: {problem}; `fallow status` lists them", Exit.NOINPUT)
+        raise FallowError(f"run {quote(run)}: {problem}; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         """Add a run; `at`: now, on the head's clock."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.training.audit import Fed, Gap, Record, Start
+from fallow.core.training.audit import Fed, Gap, Record, Start, StepFinished
 from fallow.files import append_private, network_filesystem
 from fallow.model import Exit, FallowError
 
@@ -212,11 +212,11 @@ def read_ledger(path: Path) -> Iterator[Record]:
 __all__ = [
     "FINISH_PATIENCE_S",
     "LEAVE_PATIENCE_S",
-    "StepFinished",
     "Fed",
     "Gap",
     "Ledger",
     "Record",
     "Start",
+    "StepFinished",
     "read_ledger",
 ]

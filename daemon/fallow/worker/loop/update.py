@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fallow.core.training.audit import StepFinished
 from fallow.core.training.shards import Cut
 from fallow.model import Exit, FallowError
+from fallow.worker.data.ledger import StepFinished
 from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 

@@ -2,7 +2,7 @@
 
 import time
 
-from fallow.core.protocol import News
+from fallow.core.protocol import BeatReply
 
 HEAD_SILENT_S = 5.0
 """After this silence the worker does not expect the head to release it in time."""
@@ -18,7 +18,7 @@ class HeadStatus:
     """
 
     def __init__(self) -> None:
-        self.last_reply = News(term=0)
+        self.last_reply = BeatReply(term=0)
         self.is_known = False
         self.checkpoint_due_at: float | None = None
         self._heard_at = time.monotonic()
@@ -27,7 +27,7 @@ class HeadStatus:
         self._checkpoints_made = 0
         "number of requests by hand for which a checkpoint was made"
 
-    def take(self, reply: News) -> None:
+    def take(self, reply: BeatReply) -> None:
         """Take a reply of the head. A reply of a replaced head (older term) is ignored."""
         if self.is_known and reply.term < self.last_reply.term:
             return

@@ -185,9 +185,9 @@ class Session:
                     self._begin(message)
                 case Order():
                     self._obey(message)
-                case News():
+                case BeatReply():
                     self.head_status.take(message)
-                case Heard():
+                case HeadSilence():
                     self.head_status.note_silence(message.silent_s)
                 case Gathered():
                     for gathers in self._gathers():

@@ -35,7 +35,7 @@ class Session:
 
     def hear(self, silent_s: float = 0.0, **news: Any) -> None:
         """The head says how the run stands, and then nothing for `silent_s`."""
-        self.head_status.take(News(term=1, **news))
+        self.head_status.take(BeatReply(term=1, **news))
         self.head_status.note_silence(silent_s)
 
     def say(self, saved: Checkpoint | None = None, unsaved: Problem | None = None) -> None:

@@ -130,12 +130,12 @@ def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_
 
 def test_a_head_that_was_replaced_says_nothing_any_more() -> None:
     agent = Agent()
-    agent.say(News(term=3, joins=True, reached=(1, 7), checkpoint_in_s=60.0))
-    agent.say(News(term=2))
+    agent.say(BeatReply(term=3, joins=True, reached=(1, 7), checkpoint_in_s=60.0))
+    agent.say(BeatReply(term=2))
     assert (agent.session.head_status.last_reply.joins, agent.session.head_status.last_reply.reached) == (True, (1, 7))
     due_at = agent.session.head_status.checkpoint_due_at
     assert 50.0 < due_at - time.monotonic() <= 60.0
-    agent.say(News(term=3, joins=False))
+    agent.say(BeatReply(term=3, joins=False))
     assert not agent.session.head_status.last_reply.joins
     assert agent.session.head_status.checkpoint_due_at == due_at, "not known is no news"
 
