@@ -68,7 +68,7 @@ class ScriptedSession:
         self.say(ready=contract)
 
     def leave(self, last: int, left: int) -> None:
-        self.say(left=left)
+        self.say(passed_boundary=left)
 
     def hold(self, generation: int, reason: str) -> None: ...
 

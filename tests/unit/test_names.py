@@ -91,7 +91,16 @@ BARE = frozenset(
 )
 """Adverbs, pronouns and participles that say nothing alone, and everyday words that once had a private meaning here."""
 
-CONTRACT = frozenset(("Row.ours", "SampleReport.lost"))
+CONTRACT = frozenset(
+    (
+        "BaseStart.refused",
+        "CheckpointView.asked",
+        "LimitView.used",
+        "LoadResult.refused",
+        "Row.ours",
+        "SampleReport.lost",
+    )
+)
 """Fields of JSON that people and scripts read by these names."""
 
 

@@ -69,7 +69,7 @@ def test_a_command_goes_under_torchrun_unless_it_does_so_already(
     import fallow
 
     monkeypatch.setenv("FALLOW_RESTART", "1")
-    with pytest.raises(FallowError, match="leave --restart"):
+    with pytest.raises(FallowError, match="without --restart"):
         fallow.init()  # a script that follows by itself
 
 

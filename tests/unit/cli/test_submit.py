@@ -268,7 +268,7 @@ def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(site: Site, fall
     for option in ("--dependency", "--nodelist"):
         assert (option in base, option in harvest) == (True, False)
     assert ("--constraint=ib" in base, "--constraint=ib" in harvest) == (True, True), "for every node"
-    assert "--nodelist holds for the base job alone" in result.err
+    assert "--nodelist applies to the base job only" in result.err
 
 
 def test_the_wrapper_is_the_same_command(site: Site) -> None:

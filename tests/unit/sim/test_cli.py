@@ -69,7 +69,7 @@ def test_the_report_has_the_contract_s_fields_and_people_get_a_table(
         (["--days", "nan"], Exit.USAGE, "--days"),
         (["--begin", "9"], Exit.USAGE, "--begin"),
         (["--site", "nowhere"], Exit.USAGE, "--site"),
-        (["--site", "nowhere", "--profile", "plain"], Exit.USAGE, "leave --profile away"),
+        (["--site", "nowhere", "--profile", "plain"], Exit.USAGE, "leave --profile out"),
         (["--plans", "known"], Exit.USAGE, "--plans known"),
         (["--costs", "5"], Exit.USAGE, "UP-DOWN"),
     ],

@@ -165,7 +165,7 @@ def estimate(
         kind=kind_of(spec, []),
         asker=Asker.of(spec, ordered),
     )
-    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), knowledge, assess(cluster, live))
+    situation = Situation(cluster, [demand], live, replace(rules, max_ahead=0), knowledge, assess(cluster, live))
     unbounded = replace(situation.rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED)
     asks, all_asks = (plan(some).asks for some in (situation, dataclasses.replace(situation, rules=unbounded)))
     return Estimate(
@@ -249,7 +249,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         note_base_hold(turn, run, f"{max(0.0, remaining_node_s) / 3600:.3g} node-hours are left and the job {needs}")
         return
     run.base_hold_reason = ""
-    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, renewed=True, limit_s=limit_s)
+    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, was_renewed=True, limit_s=limit_s)
 
 
 def note_base_hold(turn: Turn, run: Run, why: str) -> None:

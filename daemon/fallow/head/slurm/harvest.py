@@ -123,7 +123,7 @@ class Harvest:
         """Rules for requests at Unix time `now`."""
         slurm = self._config.slurm
         return current_rules(
-            replace(self._configured, refused=self.neighbours.refused_partitions, stopped=self.stopped),
+            replace(self._configured, refusals=self.neighbours.refused_partitions, stop_reason=self.stopped),
             site,
             self.knowledge.experience,
             now,
@@ -433,7 +433,7 @@ def _limit_after_failures(run: Run, run_demand: Demand) -> Demand:
         a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.requested_ahead
     )
     max_nodes = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
-    return replace(run_demand, nodes=min(run_demand.nodes, max_nodes), renew=False)
+    return replace(run_demand, nodes=min(run_demand.nodes, max_nodes), can_renew=False)
 
 
 def _submit(turn: Turn, ask: Ask, run: Run) -> None:

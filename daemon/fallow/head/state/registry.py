@@ -443,7 +443,9 @@ class Registry:
         """
         number = run.record.next_allocation
         run.record.next_allocation += 1
-        token = new_token(run.id, kind, number, self._new_id()[:6], normal_priority=bool(fields.get("hurried")))
+        token = new_token(
+            run.id, kind, number, self._new_id()[:6], normal_priority=bool(fields.get("has_normal_priority"))
+        )
         public_key = self.leave_keys(run, kind, token)
         # Not before the key file is written: a job needs the keys.
         allocation = run.allocations[token] = Allocation(

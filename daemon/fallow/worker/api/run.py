@@ -132,7 +132,7 @@ class Run:
         Args:
             source: a prepared DataLoader, or a function that returns a batch (like nanoGPT's `get_batch`). The
                 generators of torch, numpy and `random` are seeded for the shard before each call of the function.
-            shards: batches in one step over all members, if `source` is a function.
+            shards: batches in one step over all members. Only for a function; a DataLoader has its own number.
             epochs: number of passes over the data or the stream.
             max_steps: end after this number of steps of this call, unless the data end first.
 
@@ -148,6 +148,12 @@ class Run:
                     Exit.DATA,
                 )
             source = FunctionSource(source, shards)
+        elif shards not in (1, source.shards):
+            raise FallowError(
+                f"run.updates: shards={shards} is for a function that gives a batch; a step of this DataLoader has "
+                f"{source.shards} shards: run.prepare(loader, global_batch=...) sets the samples of a step",
+                Exit.USAGE,
+            )
         self._call = self._loop.updates(source, epochs, max_steps)
         yield from self._call
 

@@ -288,7 +288,7 @@ def test_each_batch_that_is_wanted_comes_however_the_plans_change(
                 key = Key(0, step, shard)
                 assert loader.fetch(key).tolist() == loader.indices(key)
                 wanted += 1
-        assert loader.dataset.note_load // BATCH <= wanted + (changes + 1) * 2 * depth, "much is loaded in vain"
+        assert loader.dataset.loaded // BATCH <= wanted + (changes + 1) * 2 * depth, "much is loaded in vain"
 
 
 KINDS: dict[str, Callable[[], Any]] = {

@@ -65,7 +65,7 @@ def test_a_list_that_is_another_one_here_is_refused(planned: Plan) -> None:
     assert worker.obey(planned, committed=1).build is None
     upcoming = worker.orders.upcoming
     assert not upcoming.is_ready
-    assert (upcoming.refusal.generation, upcoming.refusal.unreachable_error) == (2, ())
+    assert (upcoming.refusal.generation, upcoming.refusal.unreachable) == (2, ())
     worker.obey(planned, committed=2)
     assert worker.orders.switch_offered == 0
     assert nodes(worker.obey(plan(3, 1, 2), committed=1).build) == [1, 2], "the whole list helps"

@@ -25,7 +25,7 @@ from fallow.worker.reduction.buckets import Sums
 from fallow.worker.transport import stream
 from fallow.worker.transport.stream import Card, Streams
 
-FORMS = {1: "15116f7cead13dfc"}
+FORMS = {1: "e19bf0f85e048592"}
 """Version -> sum of the form of what members exchange."""
 
 

@@ -124,7 +124,7 @@ def test_a_member_that_does_not_come_is_named_in_the_refusal(node: int) -> None:
     upcoming = Upcoming(planned, RankMap(planned.more, node, 0), Head(2).gathers[node])
     upcoming.take(upcoming.build("127.0.0.1"))
     refusal = upcoming.refusal
-    assert (refusal.generation, refusal.unreachable_error) == (GENERATION, (3 - node,))
+    assert (refusal.generation, refusal.unreachable) == (GENERATION, (3 - node,))
     (tried,) = refusal.tried
     assert tried.startswith("127.0.0.1:") if node == 1 else tried == ""
     at = f" (tried {tried})" if tried else ""
