@@ -268,22 +268,22 @@ class Harvest:
 
     def _is_put_off(self, turn: Turn, run: Run) -> bool:
         """True if it is too early to request nodes, because the last jobs failed."""
-        duds, failures = run.record.fruitless, run.failures
+        launch_failures, failures = run.record.fruitless, run.failures
         backoff, job_key = self.knowledge.backoff, harvest_jobs(run.id)
         former_failures, run.failures_seen = run.failures_seen, failures
         if former_failures is None:
-            former_failures = failures if duds.rounds else 0
+            former_failures = failures if launch_failures.rounds else 0
         is_worse = failures > max(former_failures, MAX_LAUNCH_FAILURES - 1) and not run.record.paused
         if not failures:
             backoff.resume(job_key)
-            duds.rounds = 0
+            launch_failures.rounds = 0
         elif is_worse and turn.now >= backoff.put_off_until(job_key):
-            duds.rounds += 1
+            launch_failures.rounds += 1
             turn.dirty.add(run.id)
             reason = f"{failures} jobs in a row failed to start training"
-            if duds.rounds > MAX_ROUNDS:
+            if launch_failures.rounds > MAX_ROUNDS:
                 reason += f", with growing pauses between them; to try again: fallow resume {run.id}"
-                turn.pause_requests(run, f"{reason}; the last: {duds.last or run.root.message}")
+                turn.pause_requests(run, f"{reason}; the last: {launch_failures.last or run.root.message}")
             else:
                 backoff.put_off(job_key, turn.now)
                 self.note(turn)

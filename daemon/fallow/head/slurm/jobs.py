@@ -257,9 +257,9 @@ def _handle_base_cancellation(turn: Turn, run: Run, allocation: Allocation) -> N
 def sweep(turn: Turn, cluster: ClusterState, urgent_tokens: Collection[str] = ()) -> None:
     """Cancel the jobs of allocations that have ended, base jobs included (I9, I15).
 
-    A job is ours if it carries the allocation's token and, once known, its job id (`Shown`). A job that was asked to
-    end gets time to end by itself, and less time if somebody waits for its nodes. Slurm ends or requeues the jobs that
-    it preempts. The elected allocation runs the lines after `fallow run`.
+    A job is ours if it carries the allocation's token and, once known, its job id (`PolledJobs`). A job that was asked
+    to end gets time to end by itself, and less time if somebody waits for its nodes. Slurm ends or requeues the jobs
+    that it preempts. The elected allocation runs the lines after `fallow run`.
 
     Args:
         turn: takes the effects.

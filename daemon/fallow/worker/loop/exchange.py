@@ -68,13 +68,13 @@ class Opening(NamedTuple):
     has_ended: int
     "1: the member's script has ended"
     state_status: int
-    "status of the member's state, see `Standing`"
+    "status of the member's state, see `StateStatus`"
     sums_of: int
     "1 + generation in which the member received the complete sums of the present operation; 0: it lacks them"
     concluded: int
     "1 + generation in which the last operation was concluded; 0: no operation yet"
     pauses_training: int
-    "1: members must not train during a transfer of state, see `Standing`"
+    "1: members must not train during a transfer of state, see `StateStatus`"
     joined_in: int
     "generation in which this worker became a member; 0: it is a newcomer"
     fingerprint: int

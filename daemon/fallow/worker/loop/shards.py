@@ -6,6 +6,7 @@ the model, makes the optimizers' state and starts loader processes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,17 @@ _IN_FRONT = (
 )
 
 
+class Ending(Enum):
+    """How the last attempt at the shards of an inner loop ended."""
+
+    AGAIN = auto()
+    "without the sums, or no attempt has ended yet: the shards are handed out again"
+    WHOLE = auto()
+    "all members have the sums, and the script may step its optimizers"
+    LEFT = auto()
+    "the script has left the inner loop before its end, which is refused"
+
+
 class InnerLoop(Iterator[Any]):
     """The iterator of `for batch in update`. `phase` is empty if the update has only one inner loop."""
 
@@ -50,10 +62,7 @@ class InnerLoop(Iterator[Any]):
         self.has_begun = False
         self.in_body = False
         "the script works on a batch"
-        self.has_sums = False
-        "all members have the sums, and the script may step its optimizers"
-        self.was_left = False
-        "the script has left the inner loop before its end"
+        self.ending = Ending.AGAIN
         self._shard, self._weight = 0, 0.0
         "shard and weight of the last batch that the script received"
         self._figures = Figures()
@@ -65,7 +74,7 @@ class InnerLoop(Iterator[Any]):
 
     def leave(self) -> str:
         """Note that the script has left the inner loop before its end. Returns the error text for that."""
-        self.was_left = True
+        self.ending = Ending.LEFT
         self._member.reduction.drop()
         return (
             f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
@@ -89,7 +98,7 @@ class RehearsedShards(InnerLoop):
             self._figures.send()
             member.group.wait_and_verify()
             figures = self._figures.by_shard()
-            self.has_sums = True
+            self.ending = Ending.WHOLE
             self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in figures.items()})
             raise StopIteration
         self.has_begun, self._weight = True, 1.0
@@ -129,12 +138,12 @@ class Shards(InnerLoop):
         update.cut = self._source.cut(at.data_epoch, at.index)
 
     def __next__(self) -> Any:
-        if self.was_left:
+        if self.ending is Ending.LEFT:
             raise FallowError(self.leave(), Exit.DATA)
-        if self.in_body and self.has_sums:  # the short loop finished at the end of this body's backward
+        if self.in_body and self.ending is Ending.WHOLE:  # the short loop finished at the end of this body's backward
             self.in_body = False
             self._member.reduction.end_body()
-        while not self.has_sums:
+        while self.ending is Ending.AGAIN:
             try:
                 if self.in_body:
                     self._end_body()
@@ -158,12 +167,12 @@ class Shards(InnerLoop):
             self._finish(self._attempt)
         except Interrupted:
             self._come_together()
-        if self.has_sums:
+        if self.ending is Ending.WHOLE:
             self.in_body = True
             self._member.reduction.begin_body(
                 0.0, final=True
             )  # a further gradient before the end of the body is a mistake
-        return self.has_sums
+        return self.ending is Ending.WHOLE
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -310,7 +319,7 @@ class Shards(InnerLoop):
         at.acts = 0
         self._loop.meeting.forget()
         self._loop.meeting.compared_generation = generation
-        self.has_sums = True
+        self.ending = Ending.WHOLE
         self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)
 

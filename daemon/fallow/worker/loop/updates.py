@@ -277,7 +277,9 @@ class Loop:
                 if sys.exc_info()[0] is None:
                     raise Divergence(text)
                 if update.inner_loop.has_begun:  # the others may be waiting for its sums
-                    raise FallowError(text, Exit.DATA)  # not `Apart`: what is being handled may be this node's failure
+                    raise FallowError(
+                        text, Exit.DATA
+                    )  # not `Divergence`: this node may be to blame's failure
             self.update = self._call = None
             self.meeting.joint_call(Kind.END, has_ended=script)
             self._goes_elsewhere(None)
