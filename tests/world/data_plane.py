@@ -175,7 +175,7 @@ class DataPlane:
     def _exchange(self, plan: Plan, members: list[int]) -> None:
         """All have come: who is furthest gives its state to the others."""
         g, ws = plan.generation, self._workers(members)
-        if ws is None or not all(x.alive and not x.stopped and x.entering == g and x.receives is None for x in ws):
+        if not ws or not all(x.alive and not x.stopped and x.entering == g and x.receives is None for x in ws):
             return
         if not self._reach(members):
             self.w.after(1.0, lambda: self._exchange(plan, members))

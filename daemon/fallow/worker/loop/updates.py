@@ -277,9 +277,7 @@ class Loop:
                 if sys.exc_info()[0] is None:
                     raise Divergence(text)
                 if update.inner_loop.has_begun:  # the others may be waiting for its sums
-                    raise FallowError(
-                        text, Exit.DATA
-                    )  # not `Divergence`: this node may be to blame's failure
+                    raise FallowError(text, Exit.DATA)  # not `Divergence`: this node may be to blame
             self.update = self._call = None
             self.meeting.joint_call(Kind.END, has_ended=script)
             self._goes_elsewhere(None)
