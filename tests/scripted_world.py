@@ -241,6 +241,9 @@ class World:
         finally:
             gc.enable()
         assert not any(thread.is_alive() for thread in threads), "a member hangs"
+        for groups in self._groups.values():
+            for group in groups.values():
+                group.end_transfers()  # a process that ends closes its sockets
         return found
 
     def _begin(self, name: str) -> None:

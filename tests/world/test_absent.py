@@ -221,15 +221,17 @@ def test_a_store_that_went_back_in_time() -> None:
     assert rig.r.members == [1, 2, 3]
 
 
-@pytest.mark.parametrize("computed", [True, False])
-def test_a_number_that_a_store_lost_is_not_committed_again_though_the_witness_comes_late(computed: bool) -> None:
-    """It has computed in that generation, or was only told of it."""
+@pytest.mark.parametrize(("computed", "term"), [(True, 1), (False, 1), (True, 1000)])
+def test_a_number_that_a_store_lost_is_not_committed_again_though_the_witness_comes_late(
+    computed: bool, term: int
+) -> None:
+    """It has computed in that generation, or was only told of it; or it claims to obey a head of a higher term."""
     rig = Rig()
     rig.limit(8)
     past = dict(rig.store)
     rig.join("a")
     rig.change()
-    lost, rig.store = rig.said.pop(1), past
+    lost, rig.store = msgspec.structs.replace(rig.said.pop(1), term=term), past
     if not computed:
         lost = msgspec.structs.replace(lost, highest=lost.generation, generation=0, prepared=0, has_state=False)
     rig.orders.clear()

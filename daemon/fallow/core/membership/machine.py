@@ -126,10 +126,10 @@ class Machine(State):
 
     def _report(self, event: ev.Reported) -> None:
         report = event.report
+        recover(self, report, event.host)
         if report.term > self.outbox.term:
             # The node obeys a newer head, or it lies. The next write to the store shows whether a newer head exists.
             return
-        recover(self, report, event.host)
         node, last = self.roster.nodes.get(report.node), self.watch.reports.get(report.node)
         if node is None or (node.host, node.boot) != (event.host, report.boot):
             self.outbox.instructions.append(ev.Unknown(report.node, event.host))
