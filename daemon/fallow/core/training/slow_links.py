@@ -8,7 +8,6 @@ computes slowly is no case for this module: its connections are idle, and `shard
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import NamedTuple
 
 from fallow.core.training.shards import divide, step_time
@@ -117,22 +116,26 @@ def find_suspect(members: Sequence[Member]) -> Suspect | None:
     the harvested one that came last is suspected then.
     """
     nodes = sorted({member.node for member in members})
-    busy = {frozenset(pair): 0.0 for pair in combinations(nodes, 2)}
+    shares: dict[str, dict[str, float]] = {node: {} for node in nodes}
+    "node -> other node -> share of their link; a large run has few links, and all other pairs are idle"
     for member in members:
         for other, share in member.busy_links.items():
-            pair = frozenset((member.node, other))
-            if pair in busy:
-                busy[pair] = max(busy[pair], share)
+            if other in shares and other != member.node:
+                busier = max(share, shares[member.node].get(other, 0.0))
+                shares[member.node][other] = shares[other][member.node] = busier
+    busiest_first = sorted(
+        ((share, node, other) for node in nodes for other, share in shares[node].items()), reverse=True
+    )
     if len(nodes) == 2:
         harvested = [member for member in members if member.harvested]
         youngest = max(harvested, key=lambda member: member.index, default=None)
-        (share,) = busy.values()
+        share = busiest_first[0][0] if busiest_first else 0.0
         return None if youngest is None or share < BUSY else Suspect(youngest.node, share, 0.0)
-    for node in nodes if len(nodes) > 2 else ():
-        node_busy = sorted(share for pair, share in busy.items() if node in pair)
-        others_busy = max(share for pair, share in busy.items() if node not in pair)
-        if node_busy[-2] >= max(BUSY, TIMES_BUSIER * others_busy):
-            return Suspect(node, node_busy[-2], others_busy)
+    for node in nodes:
+        node_busy = sorted(shares[node].values())[-2:]
+        others_busy = next((share for share, *pair in busiest_first if node not in pair), 0.0)
+        if len(node_busy) == 2 and node_busy[0] >= max(BUSY, TIMES_BUSIER * others_busy):
+            return Suspect(node, node_busy[0], others_busy)
     return None
 
 

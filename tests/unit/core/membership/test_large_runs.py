@@ -16,6 +16,7 @@ from fallow.core import records
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name
 from fallow.core.protocol import Beat, Progress
+from fallow.core.training.slow_links import Member, find_suspect
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm import accounts
@@ -92,6 +93,18 @@ def test_a_node_costs_the_same_however_many_there_are(what: Callable[[World], No
         few.lose()
         many.lose()
     assert lines(lambda: what(many)) / MANY < 1.2 * lines(lambda: what(few)) / FEW
+
+
+def test_a_slow_link_is_looked_for_at_the_same_cost_for_each_node_however_many_there_are() -> None:
+    def ring(size: int) -> list[Member]:
+        """Members that each have a busy connection to the next."""
+        return [
+            Member(node=f"h{n}", index=n, harvested=True, pace_s=0.1, busy_links={f"h{(n + 1) % size}": 0.6})
+            for n in range(size)
+        ]
+
+    few, many = ring(FEW), ring(MANY)
+    assert lines(lambda: find_suspect(many)) / MANY < 1.2 * lines(lambda: find_suspect(few)) / FEW
 
 
 # -- for long ---------------------------------------------------------------------------------------------------------
