@@ -92,12 +92,18 @@ def test_a_former_leaver_that_is_heard_again_proves_nothing_of_the_generation_th
 
 
 @notices("a loss goes unnoticed while all switch")
-def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -> None:
+@pytest.mark.parametrize("was_heard", [True, False])
+def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state(was_heard: bool) -> None:
+    """Member 1 was heard after the switch, or its checkpoint turned up on disk."""
     rig = started(2)
     rig.release(2)
     rig.vote()
-    rig.say(1, generation=2, has_state=True, step=5)
-    rig.say(1, step=50, saved=Checkpoint(path="/c", generation=2, step=45))
+    checkpoint = Checkpoint(path="/c", generation=2, step=45)
+    if was_heard:
+        rig.say(1, generation=2, has_state=True, step=5)
+        rig.say(1, step=50, saved=checkpoint)
+    else:
+        rig.put(ev.CheckpointFound(at=rig.at, checkpoint=checkpoint))
     rig.gone(1, signal=9)
     assert rig.r.root.status is RunStatus.SUSPENDED
     assert rig.r.nodes[2].phase is MemberPhase.GONE

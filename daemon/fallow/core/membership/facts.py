@@ -96,6 +96,8 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
     r, checkpoints = m.roster, m.roster.checkpoints
     if any(saved.checkpoint.path == new.path for saved in checkpoints.saved):
         return
+    if new.generation == r.root.generation:
+        _note_entered(m)
     saved = Saved(checkpoint=new, aside=_is_superseded(m, new))
     checkpoints.saved.append(saved)
     r.root.unsaved_reason = ""
@@ -253,12 +255,10 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
 
 def note_arrival(m: State, node: Node, report: Report) -> None:
     """Note that a member computes in the committed generation, so all members have passed the boundary."""
-    ballot, root, switch = m.open_ballot, m.roster.root, report.switch
+    ballot, switch = m.open_ballot, report.switch
     ballot.awaited.discard(node.id)
     change = ballot.change
-    if not root.entered:
-        root.old_may_step, root.entered = False, True
-        m.roster.mark("root")
+    _note_entered(m)
     if switch is not None and switch.generation == change.generation:
         change.first_step = switch.first_step
         change.bytes_in_pause += switch.bytes_in_pause
@@ -266,6 +266,14 @@ def note_arrival(m: State, node: Node, report: Report) -> None:
         change.discarded = max(change.discarded, switch.discarded)
         if switch.pause_s > change.pause_s:
             change.pause_s, change.parts = switch.pause_s, switch.parts
+
+
+def _note_entered(m: State) -> None:
+    """Note that a member computes in the committed generation: what a leaver holds is too old from now on."""
+    root = m.roster.root
+    if not root.entered:
+        root.old_may_step, root.entered = False, True
+        m.roster.mark("root")
 
 
 def note_broken_group(m: State, node: Node, report: Report) -> None:
