@@ -54,6 +54,8 @@ class _Run:
         self._back_to: list[tuple[int, int]] = []
         "of rollbacks that have not been done yet: the newest number before each, and the step"
         self._is_empty = True
+        self._alone: list[str] = []
+        "what is wrong with the change before, unless the run is finished with it"
         self._end = ""
 
     def take(self, event: EventRecord) -> list[str]:
@@ -63,7 +65,8 @@ class _Run:
         if self._end and (is_end or (event.kind in CHANGES and "generation" in event.data)):
             return [f"the run is over: it was {self._end}"]
         if "generation" in event.data and event.kind in CHANGES | {"suspend"}:
-            return list(self._change(event))
+            alone, self._alone = self._alone, []
+            return alone + list(self._change(event))
         match event.kind:
             case "lost":
                 self._is_empty = True
@@ -78,6 +81,8 @@ class _Run:
                 self._reached[generation] = max(self._reached.get(generation, 0), step)
             case kind if is_end:
                 self._end = kind
+                # Members that nobody heard may have made the last change and ended the training.
+                return self._alone if kind != RunStatus.FINISHED.value else []
         return []
 
     def _change(self, event: EventRecord) -> Iterable[str]:
@@ -97,7 +102,7 @@ class _Run:
         if kind == ChangeKind.RELEASE and joined:
             yield f"it takes nobody in, and {_names(joined)} joined"
         if kind not in (ChangeKind.START, ChangeKind.EJECT, "suspend") and self._is_empty:
-            yield "no member was there"
+            self._alone = [f"event {event.seq} ({kind}): no member was there"]
         self._generation = max(self._generation, data["generation"])
         self._members = (self._members - left) | joined.keys()
         # Newcomers of generations that never became complete may be all that is left.

@@ -11,8 +11,8 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.failures import DIVERGENCE, STRANGER
 from fallow.core.membership.messages import Finish, Outcome
 from fallow.core.membership.state import RunPhase
-from fallow.model import Exit, RunStatus
-from world.rig import Rig, logs, notices, orders, started
+from fallow.model import Exit, MemberPhase, RunStatus
+from world.rig import WAITS, Rig, logs, notices, orders, started
 
 
 @notices("a failed script is not noticed")
@@ -184,6 +184,17 @@ def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str, 
         rig.gone(1, signal=9 if how == "signal" else None, reason=why)
     assert rig.r.root.status is RunStatus.FINISHED
     assert rig.r.root.message == f"the exit code of the main member n0 (h1) is not known: {why}"
+
+
+def test_the_silence_of_the_main_member_is_no_reason_for_the_end_of_a_training_that_another_one_has_finished() -> None:
+    rig = started(2)
+    for at in range(1, 14):
+        rig.tick(at, 2, **WAITS)
+    assert rig.r.nodes[1].phase is MemberPhase.SILENT
+    rig.finish(2)
+    rig.gone(2, code=0)
+    why = "the exit code of the main member n0 (h1) is not known: silent for"
+    assert (rig.r.root.status, rig.r.root.message.partition(" 1")[0]) == (RunStatus.FINISHED, why)
 
 
 def test_members_with_unlike_final_states_are_told_of() -> None:

@@ -188,7 +188,7 @@ class World:
             host.hears = host.is_heard = True
             host.breaks_until = host.lies_until = 0.0
             self.thaw_host(host)
-        for seconds in (0, 10, 25):
+        for seconds in (0, 10, 25, 45):  # who was asked to leave may need `progress_s` for it
             self.after(seconds, self._top_up)
         self.head.thaw()
         for seconds in (1, 6):

@@ -220,7 +220,8 @@ def show_report(report: RunReport) -> None:
     if report.traceback:
         click.echo(end_of_traceback(report))
     samples, planned, unplanned = report.samples, report.pause_s.planned, report.pause_s.unplanned
-    click.echo(clean(f"run {report.run}: {report.status.value} after {report.steps} steps {report.message}".rstrip()))
+    message = f": {report.message}" * bool(report.message)
+    click.echo(clean(f"run {report.run}: {report.status.value} after {report.steps} steps{message}"))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")
     if samples.unknown:
         click.echo(f"the audit is incomplete: {samples.unknown} samples are unknown, the disk was full")

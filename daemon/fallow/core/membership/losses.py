@@ -173,9 +173,9 @@ def end_without_main(m: State) -> None:
 
 def end_well(m: State) -> None:
     main = m.roster.nodes.get(m.roster.root.main)
-    if main is not None and main.alive:
-        why = f"its process was still there {m.timing.progress_s:g} s after its script had ended"
-        m.roster.touch(main).ended = exit_unknown(m, main, why)
+    if main is not None and not main.exited:
+        still_there = f"its process was still there {m.timing.progress_s:g} s after its script had ended"
+        m.roster.touch(main).ended = exit_unknown(m, main, still_there if main.alive else main.ended)
         m.outbox.log("exit", main.ended, node=main.id)
     end_run(m, RunStatus.FINISHED, (main.ended if main is not None else "") or m.roster.root.diverged)
 

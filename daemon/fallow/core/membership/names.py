@@ -5,6 +5,7 @@ schedules of `fallow local`. The only worker of a node has the node's name; one 
 """
 
 import re
+import sys
 
 from fallow.model import Exit, FallowError
 from fallow.text import quote
@@ -13,7 +14,7 @@ _NAME = re.compile(r"n(0|[1-9]\d{0,8})\Z")
 
 
 def member_name(number: int) -> str:
-    return f"n{number - 1}"
+    return sys.intern(f"n{number - 1}")  # a thousand reports of generations have a thousand names each
 
 
 def worker_name(number: int, slot: int, slots: int) -> str:

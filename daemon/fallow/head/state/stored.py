@@ -5,6 +5,7 @@ the same totals before and after. These sums grow with days, accounts and partit
 (`core.accounting.usage.by_month`).
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -137,6 +138,8 @@ def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
     generations = [
         records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
     ]
+    for report in generations:
+        report.members[:] = map(sys.intern, report.members)  # a thousand reports may have a thousand names each
     return StoredRun(
         records.decode(stored["spec"], RunSpec),
         records.decode(stored["record"], RunRecord),
