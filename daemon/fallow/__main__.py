@@ -1,12 +1,12 @@
-"""The command line: `fallow`, `python -m fallow`."""
+"""Entry point of the command line, as `fallow` and as `python -m fallow`."""
 
 import signal
 
 
 def main() -> None:
-    """Runs the command. Until it is loaded Ctrl-C ends it as it does any program, without a traceback."""
+    """Load and run the command. While it loads, Ctrl-C ends the process without a traceback."""
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # else somebody has it ignored, as shells do for what runs behind them
+    if usual is signal.default_int_handler:  # a shell has background processes ignore SIGINT, which stays so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from fallow.cli.main import main as run
 

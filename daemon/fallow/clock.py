@@ -1,14 +1,14 @@
-"""The one clock by which a head decides."""
+"""The clock that a head uses for all decisions."""
 
 import time
 
-_BEGAN = time.time() - time.monotonic()
+_OFFSET_S = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Unix time when this process began, plus monotonic seconds since.
+    """Return the Unix time at which this process began, plus the monotonic seconds since then.
 
-    So times outlive the head, and no step of the system clock is seen while the head lives. What Slurm says of times is
-    put on this clock (`slurm.state.on_our_clock`).
+    A later head can read stored times, and a step of the system clock moves no deadline of a head that runs.
+    `slurm.state.on_our_clock` puts Slurm's times on this clock.
     """
-    return _BEGAN + time.monotonic()
+    return _OFFSET_S + time.monotonic()

@@ -1,10 +1,11 @@
-"""The configuration: /etc/fallow/config.toml, then the user's file, then `FALLOW_<SECTION>__<KEY>`.
+"""The configuration: /etc/fallow/config.toml, then the user's file, then variables `FALLOW_<SECTION>__<KEY>`.
 
-The user's file is `$FALLOW_CONFIG`, else `$XDG_CONFIG_HOME/fallow/config.toml`. What is not known is refused by name:
-a misspelt key would otherwise do nothing, silently.
+A later source overrides an earlier one. The user's file is `$FALLOW_CONFIG`, else
+`$XDG_CONFIG_HOME/fallow/config.toml`.
+Unknown sections and keys are refused by name, because a misspelt key would do nothing without a word.
 
-docs/settings.md is made from the texts below the fields (`make reference`). "None: X" and "empty: X" say what that
-default means.
+`make reference` makes docs/settings.md from the texts below the fields. "None: X" and "empty: X" say what that default
+means.
 """
 
 import difflib
@@ -36,7 +37,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Slurm(_Section, frozen=True):
-    """How Slurm is asked."""
+    """How and how often the head asks Slurm."""
 
     poll_interval_s: Seconds = 30.0
     "Seconds between two polls. At most 5 while nodes are held that only Fallow would give back."
@@ -49,7 +50,7 @@ class Slurm(_Section, frozen=True):
 
 
 class Harvest(_Section, frozen=True):
-    """Which idle nodes are asked for."""
+    """Which idle nodes the head asks for."""
 
     partitions: list[str] = msgspec.field(default_factory=list)
     "Where nodes are asked for. empty: every partition that is up and where others' jobs preempt ours"
@@ -132,7 +133,7 @@ class Network(_Section, frozen=True):
 
     @property
     def data(self) -> DataNetwork:
-        """What members are told of it."""
+        """The part that the head sends to agents and workers."""
         return DataNetwork(
             interface=self.interface or "", subnet=self.subnet or "", member_ports=self.member_ports or ""
         )
@@ -201,7 +202,7 @@ class Config(_Section, frozen=True):
     usage: Usage = Usage()
     site: Site = Site()
     cut: tuple[str, ...] = ()
-    "settings that the site's maxima cut, in words"
+    "one text for each setting of the user that a maximum of `[site]` has cut"
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -210,20 +211,31 @@ SECTIONS: dict[str, type[_Section]] = {
 
 
 def user_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the user's configuration is, whether or not it exists."""
+    """Return the path of the user's configuration file. The file need not exist."""
     if named := environ.get("FALLOW_CONFIG"):
         return Path(named)
     return config_home(environ) / "fallow" / "config.toml"
 
 
 def config_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the user's settings, of all programs (XDG base directories)."""
+    """Return the folder in which all programs keep the user's settings (XDG Base Directory Specification)."""
     home = Path(environ.get("HOME") or "~").expanduser()
     return base_folder(environ, "XDG_CONFIG_HOME") or home / ".config"
 
 
 def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYSTEM_FILE) -> Config:
-    """Reads all sources. Raises FallowError (CONFIG) naming file, key and the nearest known key."""
+    """Read, check and merge all sources.
+
+    Args:
+        environ: environment variables of the process.
+        system_file: the administrators' file. Only this file may have a section `[site]`.
+
+    Returns:
+        The configuration. Values above the maxima of `[site]` are cut, and `Config.cut` says which.
+
+    Raises:
+        FallowError: a source cannot be read, or has an unknown key or a wrong value (code CONFIG).
+    """
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     is_named = bool(environ.get("FALLOW_CONFIG"))
     for path, must_exist in ((system_file, False), (user_file(environ), is_named)):
@@ -235,8 +247,8 @@ def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYS
         if section == "site":
             raise _not_yours("FALLOW_SITE__...", system_file)
         merged[section] |= values
-    # Every source was checked by itself, so nothing can be wrong with the sum but what spans two sections.
-    config = _within(msgspec.convert(merged, Config), merged, system_file)
+    # Each source was checked by itself, so only rules over several keys are left to check.
+    config = _within_maxima(msgspec.convert(merged, Config), merged, system_file)
     if config.membership.lease_s < 3 * config.membership.beat_s:
         raise FallowError(
             f"[membership] lease_s={config.membership.lease_s:g} is less than three beats "
@@ -250,11 +262,11 @@ _MAXIMA = {
     "harvest": ("max_nodes", "max_pending", "max_minutes"),
     "slurm": ("queries_per_min", "submits_per_min"),
 }
-"""Section -> keys for which `[site]` may have a maximum."""
+"""Section -> keys that `[site]` may limit by a key of the same name."""
 
 
-def _within(config: Config, explicit_values: Mapping[str, Mapping[str, Any]], system_file: Path) -> Config:
-    """The configuration within the site's maxima. Args: given: what the sources say, by section and key."""
+def _within_maxima(config: Config, explicit_values: Mapping[str, Mapping[str, Any]], system_file: Path) -> Config:
+    """Cut values to the site's maxima. Args: explicit_values: section -> key -> value, as the sources have them."""
     cut: list[str] = []
 
     def least(section: str, key: str, value: float | None, most: float | None, explicit: bool) -> float | None:
@@ -301,7 +313,7 @@ def _read(path: Path, must_exist: bool) -> dict[str, dict[str, Any]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """`FALLOW_HARVEST__NICE=0`; lists with commas, prices as `PARTITION=PRICE`, an empty value for none."""
+    """Read variables such as `FALLOW_HARVEST__NICE=0`. Lists have commas, tables `NAME=NUMBER`; empty means none."""
     sections: dict[str, dict[str, Any]] = {}
     for variable, text in environ.items():
         if not variable.startswith("FALLOW_") or "__" not in variable:
@@ -322,7 +334,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """Checked values of one section, converted from text where not `strict`."""
+    """Check the values of one section, and return them with the fields' types. Not `strict`: texts are converted."""
     known_keys = SECTIONS[section].__struct_fields__
     for key in values:
         if key not in known_keys:

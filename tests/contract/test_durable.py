@@ -120,6 +120,24 @@ async def test_a_turn_writes_what_it_has_changed_and_nothing_else(tmp_path: Path
         assert await changed() == {allocations[0]}
 
 
+async def test_a_root_that_was_written_by_somebody_else_is_not_overwritten_nor_what_goes_with_it(
+    tmp_path: Path,
+) -> None:
+    """As where a store has gone back in time, to another history of this term."""
+    async with begun(tmp_path) as (durable, book, _):
+        run = new_run(book, now=0.0)
+        await durable.write(Turn(book, 0.0, 0.0, dirty={run.id}))
+        root = f"run/{run.id}/root"
+        await durable.store.save([Write(root, None, b"another's")], [])
+        before = await durable.store.load("run/")
+        turn = Turn(book, 0.0, 0.0)
+        run.record.spent_node_s = 5.0
+        turn.apply(run, ev.Release(at=0.0, limit=1, reason="shrunk"))
+        with pytest.raises(FallowError, match="another head has taken over"):
+            await durable.write(turn)
+        assert await durable.store.load("run/") == before
+
+
 async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) -> None:
     """What a turn has changed and not written is gone, and orders go on above those that were sent."""
     async with begun(tmp_path) as (durable, book, _):

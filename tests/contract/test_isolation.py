@@ -16,7 +16,7 @@ from fallow.core import records
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import Allocation
 from fallow.core.membership.records import Node, Root
-from fallow.core.protocol import Beat, EndAgent, EndNoted, Setup
+from fallow.core.protocol import Beat, EndAgent, EndNoted, Introduce, Setup
 from fallow.files import Paths, read_struct
 from fallow.head.api import reports
 from fallow.head.loop import faults as faults_module
@@ -211,6 +211,27 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.run, error.count) == ("message Beat", bad.id, 1)
         assert head.log.getvalue().count("Traceback (most recent call last)") == 1
+
+
+async def test_what_a_failed_message_would_have_answered_is_not_sent_though_it_changed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as head:
+        new, _ = await head.bad_and_good()
+        first = hello(head, new.run)
+        await head.take(first)
+        sent: list[object] = []
+        monkeypatch.setattr(head.head._router, "send", lambda peer, message: sent.append(message))
+
+        def answer(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
+            turn.messages.append((first.peer, Introduce(node=1)))
+            raise ZeroDivisionError("behind the answer")
+
+        monkeypatch.setattr(agents, "_handle_warning", answer)
+        await head.take(AgentMessage(first.peer, Beat(warned=15), 0.0))
+        assert not [message for message in sent if isinstance(message, Introduce)]
+        (error,) = (await head.snapshot()).head.internal_errors
+        assert (error.source, error.run) == ("message Beat", new.run)
 
 
 async def test_a_record_that_cannot_be_written_costs_its_run_what_it_was_about_to_do(

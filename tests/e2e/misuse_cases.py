@@ -36,7 +36,7 @@ class Script:
     """One rank's training, which leaves its inner loop or its loop where a trap returns True."""
 
     def __init__(self, run: Run, case: str) -> None:
-        self.run, self.case = run, case
+        self.run, self.case, self.bodies = run, case, 0
         torch.manual_seed(0)
         self.model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
@@ -77,7 +77,8 @@ class Script:
                 if trap("body", update):
                     break
                 self.loss(batch).backward()
-                trap("behind a backward", update)
+                if trap("behind a backward", update):
+                    break
             if trap("behind", update):
                 break
             if self.case == "break without a step" and update.step == ODD:
@@ -118,6 +119,15 @@ class Script:
     def fail_on_rank_1(self) -> None:
         if self.run.rank == 1:
             raise ValueError("a sample is broken")
+
+    def use_too_much_memory_on_rank_1(self) -> None:
+        if self.run.rank == 1:
+            torch.empty(1 << 60)
+
+    def is_last_shard(self) -> bool:
+        """Of this member: each of the two has two of a step."""
+        self.bodies += 1
+        return self.bodies == 2
 
     def samples_of_one_member(self) -> None:
         loader = self.run.prepare(DataLoader(Stream(self.run.rank), 2), global_batch=8)
@@ -168,6 +178,16 @@ class Script:
             self.inner(update)
             self.act()
 
+    def sparse_gradients(self) -> None:
+        """The script would go on whatever a backward raises."""
+        embedding = nn.Embedding(4, 4, sparse=True)
+        self.run.prepare(embedding)
+        for update in self.updates():
+            for batch in update:
+                with suppress(Exception):
+                    (self.loss(batch) + embedding(batch[1]).mean()).backward()
+            self.act()
+
     def unprepared_scaler(self) -> None:
         scaler = torch.amp.GradScaler("cpu")
         for update in self.updates():
@@ -193,6 +213,7 @@ TRAPS: dict[str, tuple[str, Callable[[Script, Any], object]]] = {
     "backward in front": ("in front", lambda script, _: script.weight.square().sum().backward()),
     "break": ("body", lambda *_: True),
     "break without a step": ("body", lambda *_: True),
+    "break at the last shard": ("behind a backward", lambda script, _: script.is_last_shard()),
     "step inside": ("behind a backward", lambda script, _: script.optimizer.step()),
     "zero_grad inside": ("body", lambda script, _: script.optimizer.zero_grad()),
     "run.mean inside": ("body", lambda script, _: script.run.mean(1.0)),
@@ -201,6 +222,7 @@ TRAPS: dict[str, tuple[str, Callable[[Script, Any], object]]] = {
     "exception in half a backward caught": ("body", lambda script, _: script.fail_in_half_a_backward()),
     "collective inside": ("body", lambda *_: distributed.all_reduce(torch.zeros(1))),
     "one member raises": ("body", lambda script, _: script.fail_on_rank_1()),
+    "one member has no memory left": ("body", lambda script, _: script.use_too_much_memory_on_rank_1()),
     "nested updates": ("body", lambda script, _: list(script.updates())),
     "nested inner loops": ("body", Script.inner),
     "weights inside": ("behind a backward", lambda script, _: script.weight.detach().mul_(0.9) is None),
@@ -228,6 +250,7 @@ WHOLE: dict[str, Callable[[Script], None]] = {
     "list of an update": Script.list_of_an_update,
     "list of updates": Script.list_of_updates,
     "samples of one member": Script.samples_of_one_member,
+    "sparse gradients": Script.sparse_gradients,
     "unprepared scaler": Script.unprepared_scaler,
     **dict.fromkeys((f"short{what}" for what in SHORT), Script.short),
 }

@@ -63,7 +63,8 @@ class Training:
     """AdamW, clipping, a schedule, and a loss scale that falls with an infinite loss, and grows.
 
     Some shards are left out by `continue`, of one of five members all those of the first step: its scaler has scaled
-    nothing when it acts. Only some shards use the layer `seldom`.
+    nothing when it acts. Only some shards use the layer `seldom`, and some have a second backward. The layer `wide` is
+    frozen in some steps. In a first phase a probe learns from what the model makes.
     """
 
     def __init__(self) -> None:
@@ -71,10 +72,21 @@ class Training:
         self.model = Symbols()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+        self.probe = nn.Linear(7, 1)
+        self.probing = torch.optim.SGD(self.probe.parameters(), 0.1)
         self.untouched: list[list[str]] = []
 
     def begin(self, step: int) -> None:
         self.optimizer.param_groups[0]["lr"] = 1e-3 * 0.98**step
+        self.model.wide.requires_grad_(step % 9 < 6)
+
+    def learn(self, step: int, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> None:
+        """The probe, of one shard."""
+        (self.probe(self.model(x, False).detach()).square().mean() * weight).backward()
+
+    def end_learning(self) -> None:
+        self.probing.step()
+        self.probing.zero_grad()
 
     def body(self, step: int, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> None:
         """Of one shard."""
@@ -83,6 +95,8 @@ class Training:
             return
         loss = F.cross_entropy(self.model(x, total > 3), y) * weight
         self.scaler.scale(loss * torch.inf if step == INFINITE and total > 0 else loss).backward()
+        if total < -3:
+            self.scaler.scale(self.model.embed.weight.square().mean() * weight).backward()
 
     def act(self) -> None:
         """With whole gradients."""
@@ -94,8 +108,9 @@ class Training:
         self.scaler.update()
 
     def result(self) -> Result:
-        state = self.model.state_dict()
-        return Result(list(state.values()), self.untouched, self.scaler.get_scale(), digest([state]))
+        states = [self.model.state_dict(), self.probe.state_dict()]
+        tensors = [tensor for state in states for tensor in state.values()]
+        return Result(tensors, self.untouched, self.scaler.get_scale(), digest(states))
 
 
 def data() -> DataLoader[Any]:
@@ -106,11 +121,14 @@ def data() -> DataLoader[Any]:
 def elastic(run: Run, reproducible: bool) -> Result:
     """By Fallow."""
     training = Training()
-    objects = (training.model, training.optimizer, training.scaler, data())
+    objects = (training.model, training.optimizer, training.scaler, training.probe, training.probing, data())
     *_, loader = run.prepare(*objects, global_batch=GLOBAL, reproducible=reproducible)
     for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
         training.begin(update.step)
-        for x, y in update:
+        for x, y in update.phase("probe"):
+            training.learn(update.step, x, y)
+        training.end_learning()
+        for x, y in update.phase("model"):
             training.body(update.step, x, y)
         training.act()
     return training.result()
@@ -122,15 +140,17 @@ def plain(run: Run) -> Result:
     for step, shards in enumerate(batches(run.seed)):
         training.begin(step)
         total = sum(len(x) for x, _ in shards)
-        kept = own = [buffer.clone() for buffer in training.model.buffers()]
-        for number, (x, y) in enumerate(shards):
-            set_buffers(training.model, own)
-            rng.seed_everything(mix(run.seed, "body", step, "", number))
-            training.body(step, x, y, len(x) / total)
-            if number == 0:
-                kept = [buffer.clone() for buffer in training.model.buffers()]
-        set_buffers(training.model, kept)
-        training.act()
+        phases = ("probe", training.learn, training.end_learning), ("model", training.body, training.act)
+        for phase, body, act in phases:
+            kept = own = [buffer.clone() for buffer in training.model.buffers()]
+            for number, (x, y) in enumerate(shards):
+                set_buffers(training.model, own)
+                rng.seed_everything(mix(run.seed, "body", step, phase, number))
+                body(step, x, y, len(x) / total)
+                if number == 0:
+                    kept = [buffer.clone() for buffer in training.model.buffers()]
+            set_buffers(training.model, kept)
+            act()
     return training.result()
 
 

@@ -1,5 +1,7 @@
 """A training with nanoGPT's habits: `master_process` is set once, before the loop, and batches come from a function.
 
+A comment `was: ...` has the line that a script for one process has in place of this one; `was:` alone, none.
+
 usage: talking_training.py FILE [--pace SECONDS] [--kill WORKER] [--hurry FILE]
 
 The main member saves in FILE. `--kill n1`: n1 is killed as soon as it has become the main member, in the middle of a
@@ -20,9 +22,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import fallow
+import fallow  # was:
 
-STEPS = 60
+STEPS, SHARDS, EVERY = 60, 4, 5
+"""Of the training; `EVERY`: steps from one evaluation to the next."""
 
 
 class Scaled(nn.Linear):
@@ -59,8 +62,8 @@ def main() -> None:
     parser.add_argument("--hurry", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    run = fallow.init()
-    master_process = run.is_main
+    run = fallow.init()  # was:
+    master_process = run.is_main  # was: master_process = True
     if master_process:
         print(f"TALK before the loop: {master_process}")
     torch.manual_seed(0)
@@ -69,17 +72,28 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=15)
     data = torch.randn(480, 8, generator=torch.Generator().manual_seed(1))
     state = {"best": 1e9, "ema": {name: p.detach().clone() for name, p in model.named_parameters()}}
-    run.prepare(model, optimizer, scaler, state, reproducible=True)
+    run.prepare(model, optimizer, scaler, state, reproducible=True)  # was:
 
     def get_batch() -> torch.Tensor:
         return data[torch.randint(len(data), (2,))]
 
-    for update in run.updates(get_batch, shards=4, max_steps=STEPS):
-        for x in update:
+    @torch.no_grad()
+    def estimate_loss() -> float:
+        model.eval()  # on all members, where random numbers are the same
+        loss = sum(float(model(get_batch()).square().mean()) for _ in range(3)) / 3
+        model.train()
+        return loss
+
+    for update in run.updates(get_batch, shards=SHARDS, max_steps=STEPS):  # was: for iter_num in range(STEPS):
+        iter_num = update.step  # was:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * 0.97**iter_num
+        for x in update:  # was: for x in (get_batch() for _ in range(SHARDS)):
             time.sleep(args.pace)
             if args.kill and os.environ["FALLOW_WORKER"] == args.kill and master_process:
                 os.kill(os.getpid(), signal.SIGKILL)
-            scaler.scale(model(x).square().mean()).backward()
+            loss = model(x).square().mean()  # was: loss = model(x).square().mean() / SHARDS
+            scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
@@ -88,16 +102,16 @@ def main() -> None:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 state["ema"][name].lerp_(p, 0.05)
-            loss = float(model(get_batch()).square().mean())  # on all: random numbers are the same
-        state["best"] = min(state["best"], loss)
-        model.inner.scale["history"][0] = float(update.step)
-        print(f"TALK all: step {update.step}")
+        model.inner.scale["history"][0] = float(iter_num)
+        print(f"TALK all: step {iter_num}")
+        if iter_num % EVERY == EVERY - 1:
+            state["best"] = min(state["best"], estimate_loss())
         if master_process:
-            print(f"TALK main: step {update.step}, norm {norm:.6f}, loss {loss:.6f}, best {state['best']:.6f}")
+            print(f"TALK main: step {iter_num}, norm {norm:.6f}, best {state['best']:.6f}")
         if args.hurry is not None and not run.rehearsing:
             from unhurried import rest  # which only processes that tests start have on their path
 
-            rest(update.step, STEPS, args.pace, args.hurry)
+            rest(iter_num, STEPS, args.pace, args.hurry)
     if master_process:
         objects = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
         torch.save({**objects, "scale": scaler.get_scale()}, args.file)

@@ -7,7 +7,7 @@ from typing import Any
 from local_rig import Script
 
 SCRIPT = str(Path(__file__).with_name("pattern_worlds.py"))
-CLOSE = 1e-6
+CLOSE = 2e-7
 """Of float32 sums in another order, after 36 steps."""
 
 

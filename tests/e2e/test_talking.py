@@ -1,5 +1,6 @@
 """A script with nanoGPT's habits: neither what it prints nor what it saves shows who computed it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def test_each_line_is_shown_once_whoever_is_main_and_what_it_saves_loads_without
     model.load_state_dict(saved["model"], strict=True)
     torch.optim.AdamW(model.parameters(), lr=0.01).load_state_dict(saved["optimizer"])
     assert model.inner.scale["history"] == [STEPS - 1.0]
+
+
+def test_a_script_for_one_process_is_changed_in_eight_lines(script: Script, tmp_path: Path) -> None:
+    """It says and saves as much."""
+    text = Path(SCRIPT).read_text()
+    assert len(re.findall("# was:", text)) <= 8
+    plain = tmp_path / "plain.py"
+    plain.write_text(re.sub(r"^( *).*# was:(?: (.*))?$", r"\1\2", text, flags=re.MULTILINE))
+    assert "fallow" not in plain.read_text()
+    said = talk(script(str(plain), str(tmp_path / "saved.pt")))
+    assert len(said) == 2 * STEPS + 3
+    assert (tmp_path / "saved.pt").exists()
 
 
 def test_in_a_fixed_world_rank_0_is_main_from_the_start(box: Box, alone: tuple[list[str], Any]) -> None:

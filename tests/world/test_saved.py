@@ -121,12 +121,7 @@ def test_one_that_turns_up_while_all_begin_together_is_set_aside_if_it_may_be_ne
     """They load the one of step 10: one of them says so while it is given up, or to a head that is replaced."""
     rig = started(2)
     save(rig, 10)
-    rig.gone(1, signal=9)
-    rig.gone(2, signal=9)
-    rig.limit(0)
-    begin = [rig.join("c"), rig.join("d")]
-    rig.limit(2)
-    rig.vote()
+    begin = rig.replace_all("c", "d")
     if is_heard:
         rig.arrive(3, 3, 10)
         rig.restart()
@@ -143,14 +138,7 @@ def test_one_that_turns_up_after_a_start_that_was_lost_is_set_aside_if_it_may_be
     """The start began with the checkpoint of step 10, and all its members ended before any of them said so."""
     rig = started(2)
     save(rig, 10)
-    rig.gone(1, signal=9)
-    rig.gone(2, signal=9)
-    rig.limit(0)
-    begin = [rig.join("c"), rig.join("d")]
-    rig.limit(2)
-    rig.vote()
-    assert rig.r.members == begin
-    for n in begin:
+    for n in rig.replace_all("c", "d"):
         rig.gone(n, reason="its job is over")
     assert (rig.r.root.status, rig.r.root.change) == (RunStatus.SUSPENDED, None)
     rig.restart()

@@ -35,6 +35,12 @@ TIMING = Timing(
 )
 
 
+OF_MESSAGES = {"message lost", "message repeated", "message late"}
+"""Faults that are drawn for each message."""
+
+USUAL_S = 0.02
+"""A message that takes longer is late."""
+
 EXPECTED_ENDS = (
     "main member",
     "before its training loop",
@@ -158,7 +164,12 @@ class World:
             self.fired["message lost"] += 1
             return []
         copies = 2 if rng.random() < self.repeats else 1
-        return [rng.uniform(0.001, 0.02 if rng.random() < 0.8 else self.slow_s) for _ in range(copies)]
+        delays = [rng.uniform(0.001, USUAL_S if rng.random() < 0.8 else self.slow_s) for _ in range(copies)]
+        if copies > 1:
+            self.fired["message repeated"] += 1
+        if max(delays) > USUAL_S:
+            self.fired["message late"] += 1
+        return delays
 
     def to_head(self, host: Host, message: tuple[Any, ...]) -> None:
         if host.is_heard:

@@ -120,9 +120,8 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     m.tell(m.participants())
     m.ballot = m.trouble.group = m.trouble.code = None
     m.trouble.lost_members.clear()
-    if root.change is not None and not root.old_may_step:
-        _remember_first_step(m, root.change)
-        root.change = None
+    if not root.old_may_step:
+        _end_change(m)
     for n in leavers:  # these nodes were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
     if code not in (None, Exit.TEMPFAIL):
@@ -279,8 +278,7 @@ def commit(m: State) -> None:
     change, chosen = ballot.change, set(ballot.members)
     former = [n for n in r.members if n not in chosen]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
-    if root.change is not None:
-        _remember_first_step(m, root.change)
+    _end_change(m)
     root.generation, root.change = change.generation, change
     lost_nodes = [r.nodes[n] for n in {*r.members, root.first_before} if n in r.nodes and not r.alive(n)]
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
@@ -299,8 +297,8 @@ def commit(m: State) -> None:
 def complete(m: State) -> None:
     """Record a change as complete: all members have switched, and all leavers have left."""
     r, root, change = m.roster, m.roster.root, m.open_ballot.change
-    m.ballot = None
-    root.change, root.old_may_step = None, False
+    m.ballot, root.old_may_step = None, False
+    _end_change(m)
     root.discarded += change.discarded
     # Earlier generations may never have become complete. This entry includes their changes.
     before, r.history.members = r.history.members, list(r.members)
@@ -319,7 +317,6 @@ def complete(m: State) -> None:
         root.status = RunStatus.TRAINING
         if change.generation > root.rollback_below:
             root.complete, root.rollback_below = change.generation, 0
-        _remember_first_step(m, change)
         data |= {"members": len(r.members), "first_step": change.first_step, "pause_s": change.pause_s}
         m.outbox.log(change.kind.value, text, **data)
         m.outbox.instructions.append(
@@ -346,13 +343,15 @@ def complete(m: State) -> None:
             losses.forget_if_unneeded(m, r.nodes[n])
 
 
-def _remember_first_step(m: State, change: Change) -> None:
-    """Remember where a generation began, so that a checkpoint of an older history is recognized when it turns up.
+def _end_change(m: State) -> None:
+    """End the present change: it is complete, or another one takes its place, or nobody is left of it.
 
-    A start that was lost before any member reported its first step may have begun with any checkpoint.
+    Where its generation began is remembered, so that a checkpoint of an older history is recognized when it turns up. A
+    start that was lost before any member reported its first step may have begun with any checkpoint.
     """
-    history = m.roster.history
-    if change.first_step is not None or change.kind is ChangeKind.START:
+    history, change = m.roster.history, m.roster.root.change
+    m.roster.root.change = None
+    if change is not None and (change.first_step is not None or change.kind is ChangeKind.START):
         history.first_steps = [*history.first_steps, (change.generation, change.first_step or 0)][-MAX_FIRST_STEPS:]
         m.roster.mark("history")
 
