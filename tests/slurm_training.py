@@ -1,6 +1,8 @@
 """Runs that tests submit to a real Slurm: what becomes of them, and what must hold at the end of each."""
 
+import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +94,7 @@ class Training:
             lines = path.read_text().rpartition("\n")[0].splitlines()
             rows = [tuple(int(word) for word in line.split()) for line in lines]
             found.append(Trace(worker, int(pid), [(row[0], row[1], row[2]) for row in rows]))
-        return sorted(found, key=lambda trace: int(trace.worker[1:]))
+        return sorted(found, key=lambda trace: [int(number) for number in trace.worker[1:].split(".")])
 
     def trace(self, worker: str) -> Trace:
         """The notes of a worker that must have been one single process."""
@@ -102,6 +104,15 @@ class Training:
     def step(self) -> int:
         """The newest step that any member has begun, without asking the head."""
         return max((trace.steps[-1][1] for trace in self.traces() if trace.steps), default=-1)
+
+    def undisturbed_digest(self) -> str:
+        """Of the same training under `fallow local`, on one node that nothing happens to."""
+        (self.folder / "alone").mkdir()
+        (self.folder / "alone" / "hurry").touch()
+        train = train_words(self.folder / "alone", self.steps, 0.0).split()
+        local = ["fallow", "local", "--members=1", "--reproducible", "--json", "--", sys.executable, *train]
+        digest: str = json.loads(self.rig.command(*local))["final_digest"]
+        return digest
 
     def wait_for(self, what: str, condition: Callable[[], T], seconds: float = REACT_S) -> T:
         return wait_for(f"run {self.run}: {what}", condition, seconds, self.rig.story)

@@ -41,6 +41,8 @@ SETTINGS = {
     "FALLOW_MEMBERSHIP__BEAT_S": "0.2",
 }
 WARNED_S = 60
+WHEN_TOLD = '[ "$FALLOW_KIND" = base ] || until [ -e grow ]; do sleep 0.1; done'
+"""`before` of a run whose harvest jobs wait for a file: both kinds would else begin together if the first is slow."""
 
 _WRAPPER = Path(__file__).resolve().parents[2] / "slurm_scripts" / "fallow-sbatch"
 _SCRIPT = """#!/bin/bash
@@ -197,18 +199,19 @@ class Rig:
         words: str = "",
         shell: bool = False,
         exclusive: bool = True,
+        reproducible: bool = False,
     ) -> Training:
         """Submit a training with the wrapper that users type, from a folder of its own.
 
         `before` is a line of its batch script, run in every job before `fallow run` is. `words` come after `fallow run`
         in the place of the usual training. `shell`: it is started by a shell, without `exec`. `exclusive`: False leaves
-        that option out of its script.
+        that option out of its script. `reproducible`: its result is the same, bit for bit, whoever computes it.
         """
         self._count += 1
         folder = self.folder / f"training{self._count}"
         folder.mkdir(mode=0o700)
         before_it = """sh -c '"$@"; exit $?' sh """ if shell else ""
-        train = f"-- {before_it}{sys.executable} {train_words(folder, steps, pace_s)}"
+        train = f"-- {before_it}{sys.executable} {train_words(folder, steps, pace_s)}{' --reproducible' * reproducible}"
         script = folder / "train.sbatch"
         text = _SCRIPT.replace("#FALLOW ", _COMPONENTS if heterogeneous else "#FALLOW ")
         text = text.format(command=words or train, before=before)

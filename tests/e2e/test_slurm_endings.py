@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from slurm_rig import Rig
+from slurm_rig import WHEN_TOLD, Rig
 
 from slurm_training import REACT_S
-from waiting import wait_for
+from waiting import gone, wait_for
 
 ORPHAN_S = 300.0
 """No job of ours lives longer than this beyond what it is for."""
@@ -118,6 +118,39 @@ def test_the_rest_of_a_script_does_not_run_where_its_agent_was_killed_or_the_hea
         assert len(training.lines_after()) == 1
         assert training.job not in training.lines_after()
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_that_is_killed_takes_its_node_along_and_the_node_comes_back_as_another_member(rig: Rig) -> None:
+    """Two workers on each node: members are nodes, and ranks are workers."""
+    training = rig.submit("--nodes=1:2", "--fallow=workers-per-node=2", before=WHEN_TOLD, reproducible=True)
+    digest = training.undisturbed_digest()
+    training.wait_steps()
+    (training.folder / "grow").touch()
+    base, lost = training.wait_members(2)
+    assert [(m.rank, m.workers, len(m.pids)) for m in (base, lost)] == [(0, 2, 2), (2, 2, 2)]
+    training.wait_steps()
+
+    victim, sibling = reversed(lost.pids)
+    os.kill(victim, signal.SIGKILL)
+    training.wait_for("its node is ejected", lambda: training.changes("eject"))
+    wait_for("its sibling has ended", lambda: gone(sibling), REACT_S, rig.story)
+    _, returned = training.wait_members(2)
+    assert (returned.node, returned.token, returned.workers) == (lost.node, lost.token, 2)
+    assert returned.member != lost.member
+    training.wait_steps()
+    rig.command("fallow", "shrink", training.run, "--by=1")
+    assert [m.pids for m in training.wait_members(1)] == [base.pids], "the same two processes all the time"
+    training.wait_steps()
+
+    report = training.finish()
+    changes = [(one.kind, one.members) for one in report.generations]
+    alone, both = [base.member], [base.member, returned.member]
+    assert changes == [
+        ("start", alone), ("absorb", [base.member, lost.member]), ("eject", alone), ("absorb", both), ("release", alone)
+    ]  # fmt: skip
+    assert report.steps_discarded <= 1
+    assert report.final_digest == digest
+    assert training.lines_after() == [training.job]
 
 
 def alive(rig: Rig, job: str) -> bool:

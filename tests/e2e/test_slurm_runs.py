@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from slurm_rig import POLL_S, Rig, environment_of, telling
+from slurm_rig import POLL_S, WHEN_TOLD, Rig, environment_of, telling
 
 from fallow.model import RunStatus
 from slurm_training import REACT_S, START_S
@@ -165,9 +165,7 @@ def test_s2_a_run_grows_without_a_restart_and_survives_its_heads_absence_and_pre
     lasting: Rig,
 ) -> None:
     rig = lasting  # a harvest node whose end is near would leave by itself
-    # The harvest node comes when there is something to join: both would else begin together if the first one is slow.
-    wait = '[ "$FALLOW_KIND" = base ] || until [ -e grow ]; do sleep 0.1; done'
-    training = rig.submit("--nodes=1:2", steps=1000, before=wait)
+    training = rig.submit("--nodes=1:2", steps=1000, before=WHEN_TOLD)
     training.wait_members(1)
     training.wait_steps()
     (training.folder / "grow").touch()

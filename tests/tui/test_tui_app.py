@@ -1,5 +1,6 @@
 """The monitor as a person uses it."""
 
+import re
 from typing import Any
 
 import pytest
@@ -187,7 +188,8 @@ async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
 
 
 async def test_details_of_a_run_and_back() -> None:
-    members = [member("n2", 1), member("n1", allocation=AllocationKind.BASE, ends_in_s=7200.0)]
+    base = member("n1", allocation=AllocationKind.BASE, ends_in_s=7200.0, workers=2)
+    members = [member("n2", 2, workers=2), base]
     other = run_view("other-2", members=[])
     output = run_view(members=members, change="absorbing n3", scalars={"lr": 0.125, "norm": None})
     stories = event(1, text="of this one"), event(2, text="of another", run="other-2")
@@ -197,6 +199,8 @@ async def test_details_of_a_run_and_back() -> None:
         for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "m-n1", "base", "2h00m", "of this one"):
             assert word in text
         assert "1 Members" in text and "2 Events" in text
+        assert "workers 4" in text
+        assert re.findall(r"(\S+) +m-n\d ", text) == ["0-1", "2-3"]
         assert "of another" not in text
         await rig.send(snapshot(runs=[other]))
         assert "no longer knows run digits-1" in rig.text()

@@ -229,7 +229,7 @@ def show_report(report: RunReport) -> None:
     click.echo(
         f"pauses: planned p50 {number(planned.p50)} s, p95 {number(planned.p95)} s; "
         f"unplanned p50 {number(unplanned.p50)} s, p95 {number(unplanned.p95)} s; "
-        f"{report.steps_discarded} steps discarded"
+        f"{counted(report.steps_discarded, 'step')} discarded"
     )
     for rollback in report.rolled_back:
         steps = f"from step {rollback.from_step} to {rollback.to_step}"
