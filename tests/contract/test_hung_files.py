@@ -75,7 +75,7 @@ async def fails(head: Serving, words: str, method: str, **params: Any) -> None:
     """A request fails after a while; meanwhile the head carries out others."""
     async with await ControlClient.connect(head.head.paths.head_file) as other:
         asked = asyncio.create_task(other.call(method, **params))
-        for run in head.head._registry.current:
+        for run in list(head.head._registry.current):
             with contextlib.suppress(FallowError):
                 await head.call("shrink", run=run)
         await head.snapshot()

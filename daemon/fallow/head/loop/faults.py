@@ -1,7 +1,4 @@
-"""Unexpected errors, and file systems that do not answer.
-
-Each error is counted and logged once with its traceback, and affects only the work that raised it.
-"""
+"""Unexpected errors, and file systems that do not answer. Each affects only the work that it belongs to."""
 
 import asyncio
 import threading
