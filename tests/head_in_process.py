@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import io
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from fallow.model import RunSpec, Snapshot
 from fallow.slurm.client import SlurmClient
 
 PATIENCE_S = 180.0
+
+FILE_EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.listdir", "os.scandir"}
+"""Python's audit events of calls that use a file system; their first argument is a path."""
 
 
 class Serving:
@@ -92,3 +97,49 @@ async def serving(folder: Path, client: SlurmClient | None = None, **settings: A
                 await task
         finally:
             structlog.reset_defaults()
+
+
+class HungFiles:
+    """A file system that does not answer: whoever uses what is below its folders waits until it does.
+
+    The loop's own thread does not wait. What it has used is in `used_by_loop`.
+    """
+
+    _current: "HungFiles | None" = None
+
+    def __init__(self, *folders: Path) -> None:
+        self.used_by_loop: list[str] = []
+        self.calls: set[threading.Thread] = set()
+        "threads of `FileCalls` that wait"
+        self._folders = tuple(f"{folder}/" for folder in folders)
+        self._answers = threading.Event()
+
+    def __enter__(self) -> "HungFiles":
+        if HungFiles._current is None:
+            sys.addaudithook(HungFiles._audit)  # there is no way to remove it
+        HungFiles._current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        """The file system answers again, to those who wait, too."""
+        self._answers.set()
+
+    @staticmethod
+    def _audit(event: str, args: tuple[Any, ...]) -> None:
+        if (hung := HungFiles._current) is not None and event in FILE_EVENTS:
+            hung._use(event, f"{args[0]}/")
+
+    def _use(self, event: str, path: str) -> None:
+        thread = threading.current_thread()
+        if self._answers.is_set() or not path.startswith(self._folders):
+            return
+        if thread is threading.main_thread():
+            self.used_by_loop.append(f"{event} {path}")
+            return
+        if thread.name == "files":
+            self.calls.add(thread)
+        self._answers.wait(PATIENCE_S)
+        self.calls.discard(thread)

@@ -17,7 +17,8 @@ from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Contract, Report, Switch
 from fallow.core.protocol import Progress
-from fallow.files import Paths
+from fallow.files import Paths, unwritable
+from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Registry, Run
 from fallow.model import AllocationKind, AllocationState, Doing, MemberPhase, RunSpec, RunStatus
@@ -38,7 +39,18 @@ def new_book(folder: Path, config: Config = Config(), *, validate: bool = False)
 def new_run(book: Registry, *, at: float = 0.0, now: float = NOW, **spec: Any) -> Run:
     """A run of one to eight nodes, unless `spec` says otherwise. Nothing of it has begun."""
     wanted = {"run": "", "name": "r", "min_nodes": 1, "max_nodes": 8, **spec}
-    return book.create(RunSpec(**wanted), at, now)
+    run = book.add(book.draft(RunSpec(**wanted), now), 0, at)
+    book.paths.run(run.id).create()
+    return run
+
+
+def finish(turn: Turn, answer: Any) -> Any:
+    """What a request comes to in the end: files are used at once, and not in a thread before another turn."""
+    while isinstance(answer, FilesFirst):
+        with unwritable():
+            result = answer.call()
+        answer = answer.then(result, turn)
+    return answer
 
 
 def hold(

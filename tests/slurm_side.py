@@ -1,5 +1,6 @@
 """The head's Slurm side without processes: on a scripted cluster, or with polls that a test makes up."""
 
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class Desk:
         ]
         seen = cluster([node(n, gpus=4) for n in NODES], jobs, at=NOW + self.at, partitions=partitions)
         self.harvest.polled(turn, seen, site(preempt_type="preempt/partition_prio"))
+        wait([run.left_job_id for run in self.book.runs.values() if run.left_job_id is not None])
         return turn
 
     def note(self) -> None:

@@ -291,6 +291,7 @@ async def test_the_head_goes_on_while_the_samples_of_a_long_run_are_counted(
         await head.call("cancel", run=made.run)
         assert (await head.snapshot()).runs[0].status is RunStatus.CANCELLED
         file = head.head.paths.run(made.run).report
+        await head.until(lambda _: file.exists(), "the report is there")
         assert not asked.done() and read_struct(file, RunReport).samples.consumed == 0
         gate.set()
         assert (await asked).samples == counted
@@ -301,9 +302,11 @@ async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_plac
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, lost, whole = threading.Event(), *(SampleReport(consumed=7 - n, lost=n, duplicated=0) for n in (7, 0))
+    counting: list[threading.Thread] = []
 
     def count(*_: object) -> SampleReport:
-        if threading.current_thread() is threading.main_thread():
+        counting.append(threading.current_thread())
+        if len(counting) > 1:
             return whole
         gate.wait(60)
         return lost
@@ -317,12 +320,11 @@ async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_plac
         await head.call("cancel", run=made.run)
         for allocation in run.allocations.values():
             allocation.is_counted = True  # as when Slurm shows that its job is over
-        counting = [thread for thread in threading.enumerate() if thread.name == "report"]
+        await head.until(lambda _: counting, "the head counts for its report")
         await head.call("prune", runs=[made.run])
         gate.set()
-        for thread in counting:
-            await asyncio.to_thread(thread.join, 60)
-        assert counting and read_struct(paths.report, RunReport).samples == whole
+        await asyncio.to_thread(counting[0].join, 60)
+        assert len(counting) == 2 and read_struct(paths.report, RunReport).samples == whole
 
 
 async def test_a_report_is_there_before_agents_are_told_that_the_run_is_over(
@@ -340,6 +342,7 @@ async def test_a_report_is_there_before_agents_are_told_that_the_run_is_over(
 
         monkeypatch.setattr(head.head._router, "send", send)
         await head.call("cancel", run=made.run)
+        await head.until(lambda _: told, "the agent is told")
         assert told == [True]
 
 

@@ -17,7 +17,7 @@ from fallow.control.client import ControlClient
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol import FromAgent
-from fallow.files import Paths
+from fallow.files import Paths, write_struct
 from fallow.head.api.handler import METHODS
 from fallow.head.loop.inbox import AgentMessage
 from fallow.head.loop.turn import Turn, agent_peer
@@ -187,6 +187,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     book = new_book(tmp_path_factory.mktemp("stored"))
     run = new_run(book, name="n")
     allocation = book.new_allocation(run, AllocationKind.BASE, 0.0, sent_by=1.0)
+    write_struct(book.paths.run(run.id).key(allocation.token), book.unwritten_keys[allocation.token])
     turn, nodes = Turn(book, 0.0, 0.0), Nodes(run)
     nodes.come(turn, allocation, "h1")
     nodes.ready(turn, 1)

@@ -24,6 +24,7 @@ from fallow.head.state.stored import PRUNED, PrunedRuns
 from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, UsageRow
 from fallow.store.client import Write
 from head_in_process import serving
+from runs import finish
 
 KEEP, OLD_DAYS = 5, 3.0
 RUNS = 200
@@ -64,7 +65,7 @@ class Desk:
         """Create a run that has had one node for so long, and let it end."""
         options = [f"--account={account}"]
         spec = RunSpec(run="", name="r", min_nodes=1, max_nodes=2, sbatch_options=options, harvest_options=options)
-        run = self.book.create(spec, self.at, self.now)
+        run = self.book.add(self.book.draft(spec, self.now), 0, self.at)
         span = Span(nodes={"n1": 2}, start_at=self.now - node_s, end_at=self.now, partition="p")
         use = Use(first_at=self.now - node_s, last_at=self.now, member_s=node_s)
         run.allocations["t"] = Allocation(
@@ -93,7 +94,7 @@ class Desk:
     async def prune(self) -> Sequence[object]:
         """All runs that have ended; which those were."""
         turn = self.turn()
-        pruned = self.pruning.prune(turn, keep=0, older_than_s=0.0)
+        pruned: list[object] = finish(turn, self.pruning.prune(turn, keep=0, older_than_s=0.0))
         await self.durable.write(turn)
         return pruned
 

@@ -8,11 +8,9 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
 from fallow.clock import steady
@@ -20,7 +18,7 @@ from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core import records
 from fallow.core.checks.network import port_range
-from fallow.core.protocol import FromAgent
+from fallow.core.protocol import EndAgent, FromAgent, ToAgent
 from fallow.files import Paths, write_struct
 from fallow.head import deadlines
 from fallow.head.api.handler import ControlHandler
@@ -28,7 +26,7 @@ from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable, refuse_newer
-from fallow.head.loop.faults import Faults, Quarantine, in_thread
+from fallow.head.loop.faults import FILES_S, Faults, FileCalls, Quarantine
 from fallow.head.loop.inbox import AgentMessage, Inbox, Item, Tick, Work, resolve
 from fallow.head.loop.monitoring import Metrics, Notifier
 from fallow.head.loop.turn import Turn
@@ -42,7 +40,7 @@ from fallow.head.slurm.jobs import give_up_queued
 from fallow.head.state.lease import Lease
 from fallow.head.state.registry import Registry, Run
 from fallow.head.state.stored import PRUNED, PrunedRuns
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, RunReport
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.state import own_groups
@@ -66,6 +64,9 @@ loop first receives the messages that wait in the socket."""
 
 REMEMBER_S = 3.0
 """Longest time that the head's end may take to write the statistics."""
+
+REPORT_S = 5.0
+"""Longest time by which writing a run's report may delay the end of its agents."""
 
 
 class Head:
@@ -119,6 +120,9 @@ class Head:
             self._faults,
             stand_in=stand_in,
         )
+        self._files = FileCalls()
+        self._held_ends: dict[str | None, list[tuple[str, ToAgent]]] = {}
+        "run that has ended -> orders to end for its agents, which wait until the run's report is written"
         self._recovery = Recovery(self._registry, self._durable, self._faults, self._persist, self._carry_out)
         self._router: Router
 
@@ -202,6 +206,7 @@ class Head:
             host = os.uname().nodename
             given_up.record(None, "stand-in", f"no head was heard: a stand-in head serves on {host}, in a base job")
         await self._persist(given_up)
+        await checkpoints.look_at_start(given_up)
         # A stop file must count before the first plan.
         await self._calls.look_for_stop_file()
         self._router = Router(keys.public, keys.secret, self._registry.is_allowed)
@@ -307,9 +312,12 @@ class Head:
 
     def _run_of(self, item: Item) -> str | None:
         if isinstance(item, AgentMessage):
-            allocation = self._registry.principals.get(key_of(item.peer))
-            return None if allocation is None else allocation.run
+            return self._run_of_peer(item.peer)
         return item.run if isinstance(item, Work) else None
+
+    def _run_of_peer(self, peer: str) -> str | None:
+        allocation = self._registry.principals.get(key_of(peer))
+        return None if allocation is None else allocation.run
 
     def _take(self, turn: Turn, item: Item) -> Any:
         match item:
@@ -339,39 +347,57 @@ class Head:
         self._calls.carry_out(turn)
         for run_id in turn.ended:
             with self._count_errors("report", run_id):
-                self._write_report(self._registry.runs[run_id])
+                run = self._registry.runs[run_id]
+                self._faults.run_in_background("report", self._report(run, *report_of(self._registry, run)))
+                self._held_ends[run_id] = []
         try:
-            await self._send(turn)
+            await self._send(turn.messages)
         finally:  # also if the head is stopped in the middle
             if turn.removals:
                 with self._count_errors("removal of checkpoints"):
                     checkpoints.remove(turn.removals)
-            for key in self._registry.take_revoked():
-                self._router.drop(key)
+            if revoked := self._registry.take_revoked():
+                for key in revoked:
+                    self._router.drop(key)
+                self._faults.run_in_background("key files", self._remove_key_files(list(revoked.values())))
 
-    async def _send(self, turn: Turn) -> None:
+    async def _send(self, messages: list[tuple[str, ToAgent]]) -> None:
         keeps_up = True
-        for number, (peer, message) in enumerate(turn.messages, 1):
+        for number, (peer, message) in enumerate(messages, 1):
+            if isinstance(message, EndAgent) and (run := self._run_of_peer(peer)) in self._held_ends:
+                self._held_ends[run].append((peer, message))
+                continue
             with self._count_errors(f"send {type(message).__name__}"):
                 self._router.send(peer, message)
             if keeps_up and number % SENT_AT_ONCE == 0:
                 keeps_up = await self._router.wait_until_encrypted()
 
-    def _write_report(self, run: Run) -> None:
-        """Write a run's report. `fallow run` reads the report to decide whether the rest of the script runs, so this
-        comes before agents are told that the run is over."""
-        (report, count), file = report_of(self._registry, run), self.paths.run(run.id).report
+    async def _remove_key_files(self, files: list[Path]) -> None:
+        def remove() -> None:
+            for file in files:
+                file.unlink(missing_ok=True)
 
-        def write(counts: bool) -> None:
+        with contextlib.suppress(FallowError):  # a file that stays is harmless: its key is revoked
+            await self._files.call(str(self.paths.runs), remove, FILES_S)
+
+    async def _report(self, run: Run, first: RunReport, complete: Callable[[], RunReport]) -> None:
+        """Write a run's report, then let its agents end. `fallow run` reads the report to decide whether the rest of
+        the script runs."""
+        files = self.paths.run(run.id)
+
+        def write(get_report: Callable[[], RunReport]) -> None:
+            report = get_report()
+            if not run.record.pruned:  # a pruned run has its report, and its ledgers may be removed
+                write_struct(files.report, report)
+
+        try:
             try:
-                full_report = msgspec.structs.replace(report, samples=count()) if counts else report
-                if not run.record.pruned:  # a pruned run has its report, and its ledgers may be removed
-                    write_struct(file, full_report)
-            except (OSError, FallowError) as error:  # `fallow report` tries again
-                log.warning("report.unwritten", run=run.id, error=str(error))
-
-        write(False)
-        self._faults.run_in_background("report", asyncio.wrap_future(in_thread(partial(write, True), "report")))
+                await self._files.call(str(files.root), lambda: write(lambda: first), REPORT_S)
+            finally:
+                await self._send(self._held_ends.pop(run.id))
+            await self._files.call(str(files.root), lambda: write(complete), None)
+        except FallowError as error:  # `fallow report` tries again
+            log.warning("report.unwritten", run=run.id, error=error.message)
 
     @contextlib.contextmanager
     def _count_errors(self, source: str, run: str | None = None) -> Iterator[None]:

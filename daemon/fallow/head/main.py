@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, MutableMapping
+from functools import partial
 from typing import Any, TextIO, TypeVar, cast
 
 import msgspec
@@ -21,6 +22,7 @@ import structlog
 from fallow.config import Config, load_config
 from fallow.files import Paths, read_struct, write_problem
 from fallow.head.app import Head
+from fallow.head.loop.faults import FileCalls
 from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.pyslurm_client import slurm_client
@@ -172,7 +174,7 @@ def former_config(paths: Paths, address: str) -> Config:
 
 async def watch(head: Head, paths: Paths) -> None:
     """Stop the head when its agent has ended or another head asks for the state folder."""
-    loop, agent_ended = asyncio.get_running_loop(), asyncio.Event()
+    loop, agent_ended, files = asyncio.get_running_loop(), asyncio.Event(), FileCalls()
     # Slurm signals all processes of a step. The agent tells this process what to do.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, lambda: None)
@@ -180,10 +182,11 @@ async def watch(head: Head, paths: Paths) -> None:
     with contextlib.suppress(OSError):
         paths.head_wanted.unlink(missing_ok=True)
     while not agent_ended.is_set():
-        if await asyncio.to_thread(os.path.exists, paths.head_wanted):
-            log.info("head.gives_way", advice="another head was started for this state folder")
-            head.stop()
-            return
+        with contextlib.suppress(FallowError):  # the file system hangs
+            if await files.call(str(paths.state), partial(os.path.exists, paths.head_wanted), WANTED_EVERY_S):
+                log.info("head.gives_way", advice="another head was started for this state folder")
+                head.stop()
+                return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WANTED_EVERY_S):
                 await agent_ended.wait()

@@ -293,7 +293,7 @@ class _Registry(Registry):
         )
         return run
 
-    def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
+    def make_keys(self, spec: RunSpec, kind: AllocationKind, token: str) -> str:
         return f"{next(self._numbers):0{KEY_LENGTH}x}"
 
     def close(self, run: Run, allocation: Allocation) -> None:

@@ -195,13 +195,11 @@ def test_a_run_outlives_its_cancelled_base_job_where_the_user_says_so(tmp_path: 
 
 def test_keys_are_kept_until_slurm_shows_that_the_job_is_over(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
-    key_file = desk.book.paths.run(desk.run.id).key(base.token)
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
-    assert desk.book.is_allowed(base.public_key) and key_file.exists()
+    assert desk.book.is_allowed(base.public_key) and not desk.book.take_revoked()
     desk.poll(desk.job(base, "FAILED"))
     assert not desk.book.is_allowed(base.public_key)
-    assert desk.book.take_revoked() == [base.public_key]
-    assert not key_file.exists()
+    assert desk.book.take_revoked() == {base.public_key: desk.book.paths.run(desk.run.id).key(base.token)}
 
 
 def test_nothing_waits_for_ever_for_the_word_of_slurm(desk: Desk) -> None:
@@ -233,5 +231,5 @@ def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk
     run, base = desk.run, desk.hold(AllocationKind.BASE)
     desk.book.close(run, base)
     desk.book.reload(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
-    assert desk.book.take_revoked() == []
-    assert desk.book.is_allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
+    assert desk.book.take_revoked() == {}
+    assert desk.book.is_allowed(base.public_key)

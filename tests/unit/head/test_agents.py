@@ -383,7 +383,7 @@ def test_an_agent_that_was_given_up_is_told_to_end(
     allocation.end_code = end_code
     assert not allocation.is_live
     assert talk.book.is_allowed(allocation.public_key), "its agent cannot be told"
-    assert talk.book.paths.run(run.id).key(allocation.token).exists()
+    assert not talk.book.take_revoked()
     code = Exit.NO_RESTART if end_code is None else end_code
     agent.beat()
     (end,) = agent.heard

@@ -2,19 +2,24 @@
 
 import stat
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 
 from fallow.config import Checkpoint, Config
 from fallow.core.protocol import Setup
+from fallow.head.api.operations import Operations
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
+from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.registry import Registry
 from fallow.head.state.stored import RunRecord, StoredRun
-from fallow.model import AllocationKind, FallowError
-from runs import new_book, new_run, train
+from fallow.model import FallowError, RunSpec
+from runs import finish, new_book, new_run, train
 from talk import Talk
+
+SPEC = RunSpec(run="", name="r", min_nodes=1, max_nodes=2)
 
 
 def book(folder: Path, path: Path | None) -> Registry:
@@ -27,15 +32,18 @@ def test_each_run_has_a_private_folder_below_the_path_in_which_all_look_for_chec
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o755)
     known = book(tmp_path, scratch)
-    run = new_run(known)
-    folder = scratch / run.id
+    turn = Turn(known, 1.0, 1000.0)
+    made = finish(turn, Operations(known, Harvest(known.config)).create_run(turn, SPEC))
+    run, folder = known.runs[made.run], scratch / made.run
     assert known.checkpoint_folder(run) == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    allocation = known.new_allocation(run, AllocationKind.BASE, 1000.0)
+    (allocation,) = run.allocations.values()
     assert Talk(known).play(run, allocation).greet().only(Setup).checkpoint_folder == str(folder)
     looked: list[Path] = []
     monkeypatch.setattr(checkpoints, "complete_checkpoints", lambda place: looked.append(place) or [])
-    checkpoints.adopt(Turn(known, 1.0, 1000.0))
+    checkpoints.adopt(turn)
+    if run.look is not None:
+        run.look.result(60.0)
     assert looked == [folder]
 
 
@@ -61,13 +69,17 @@ def test_a_run_whose_checkpoints_cannot_be_looked_for_goes_on(tmp_path: Path) ->
     """A file system that failed may be why its members are lost."""
     known = book(tmp_path, tmp_path / "scratch")
     run, turn = new_run(known), Turn(known, 1.0, 1000.0)
-    known.checkpoint_folder(run).rmdir()
-    known.checkpoint_folder(run).write_text("")
-    checkpoints.adopt(turn)
+    known.checkpoint_folder(run).parent.write_text("")
+    for _ in range(2):
+        checkpoints.adopt(turn)
+        if run.look is not None:
+            wait([run.look])
     assert not turn.failures
 
 
-def test_a_file_system_that_hangs_keeps_no_run_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_system_that_hangs_keeps_no_run_without_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = book(tmp_path, None)
     run, turn, answers = new_run(known), Turn(known, 1.0, 1000.0), threading.Event()
 
@@ -77,6 +89,7 @@ def test_a_file_system_that_hangs_keeps_no_run_without_a_head(tmp_path: Path, mo
 
     monkeypatch.setattr(checkpoints, "FIRST_LOOK_S", 0.01)
     monkeypatch.setattr(checkpoints, "complete_checkpoints", hang)
+    await checkpoints.look_at_start(turn)
     for _ in range(2):
         checkpoints.adopt(turn)
         assert run.look is not None and not turn.records
@@ -97,7 +110,8 @@ def test_a_run_keeps_its_place_when_the_setting_changes(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_used_refuses_the_run_and_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     known = book(tmp_path, tmp_path / "file")
+    turn = Turn(known, 1.0, 1000.0)
     with pytest.raises(FallowError, match=r"^\[checkpoint\] path cannot be used: .*/file/r-000000: "):
-        new_run(known)
+        finish(turn, Operations(known, Harvest(known.config)).create_run(turn, SPEC))
     assert not known.runs
     assert not known.paths.run("r-000000").root.exists()

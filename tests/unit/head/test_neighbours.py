@@ -1,5 +1,6 @@
 """The head beside others: polls, give-backs with a deadline, refusals, and what is kept of the delays."""
 
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import sweep, take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, enforce_departure, give_back
 from fallow.head.state.registry import Registry, Run
-from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunSpec, RunStatus
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunStatus
 
-from runs import NOW, new_book  # isort: skip
+from head_in_process import HungFiles  # isort: skip
+from runs import NOW, new_book, new_run  # isort: skip
 
 CONFIG = Config(slurm=Slurm(poll_interval_s=30.0), harvest=HarvestSection(allow_without_preemption=True))
 SITE = ClusterConfig(cluster="c", slurm_version="22.05.8", priority_type="priority/basic")
@@ -40,7 +42,7 @@ def book(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def run(book: Registry) -> Run:
-    return book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, NOW)
+    return new_run(book, max_nodes=4)
 
 
 def held(book: Registry, run: Run, *, agents: bool = True) -> Allocation:
@@ -191,6 +193,24 @@ def test_an_orphan_is_cancelled_in_whatever_state_it_lives(book: Registry, run: 
         assert now.cancels == ([] if state in over.split() else [(run.id, allocation.token, "7")]), state
 
 
+def test_a_base_job_is_not_given_up_while_the_file_with_its_number_cannot_be_read(book: Registry, run: Run) -> None:
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
+    shown = job("8", "PENDING", name="mine", user="me", submit_at=NOW + 1.0, comment="project=x")
+    write_private(book.paths.run(run.id).base_job(base.token), b'{"job_id": "8"}')
+
+    def poll(at: float) -> None:
+        take_in(turn(book, NOW + at), poll_of([], [shown], at=NOW + at), Backoff())
+
+    with HungFiles(book.paths.runs) as hung:
+        for at in (170.0, 175.0, 180.0):
+            poll(at)
+        assert base.state is AllocationState.UNKNOWN and not hung.used_by_loop
+    assert run.left_job_id is not None
+    wait([run.left_job_id])
+    poll(185.0)
+    assert (base.job_id, base.state, run.ended) == ("8", AllocationState.PENDING, False)
+
+
 @pytest.mark.parametrize("known", ["to the head", "in a file", "by its comment", "to nobody"])
 def test_a_base_job_is_found_by_its_number_or_its_comment(book: Registry, run: Run, known: str) -> None:
     """A site's job_submit plugin writes comments of its own. The head may have been away while it was submitted."""
@@ -200,6 +220,8 @@ def test_a_base_job_is_found_by_its_number_or_its_comment(book: Registry, run: R
     def poll(at: float, state: str, submit_at: float = NOW + 1.0, **more: Any) -> None:
         shown = job("8", state, **{"name": "mine", "user": "me", "submit_at": submit_at, "comment": comment, **more})
         take_in(turn(book, at), poll_of([], [shown], at=at), Backoff())
+        if run.left_job_id is not None:
+            wait([run.left_job_id])
 
     if known == "to the head":
         jobs.submitted(turn(book, NOW + 1.5), run, base.token, "8")

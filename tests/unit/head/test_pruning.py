@@ -12,7 +12,7 @@ from fallow.config import Prune
 from fallow.control.protocol import Pruned
 from fallow.head import deadlines
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, outdated
-from fallow.head.api.reports import counted_report
+from fallow.head.api.reports import report_of
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.slurm.accounts import KEEP_S
@@ -23,14 +23,13 @@ from fallow.model import (
     Exit,
     FallowError,
     JobRequest,
-    RunSpec,
     RunStatus,
     SampleReport,
 )
 from scripted_slurm import ScriptedSlurm
 from slurm_side import Site, config
 
-from runs import new_book  # isort: skip
+from runs import finish, new_book, new_run  # isort: skip
 
 NOW = 100 * DAY_S
 
@@ -53,7 +52,7 @@ class Desk:
         self.at = 0.0
 
     def run(self, ended_days_ago: float | None, checkpoint: bool = False) -> Run:
-        run = self.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2, script="#!/bin/sh"), 0.0, 0.0)
+        run = new_run(self.book, now=0.0)
         paths = self.book.paths.run(run.id)
         paths.log("n0").write_text("log")
         (paths.ledger / "n0.ledger").touch()
@@ -71,6 +70,11 @@ class Desk:
             wait([self.pruning.scan])
             self.pruning.tick(turn)
         return turn
+
+    def prune(self, turn: Turn | None = None, **asked: Any) -> Any:
+        """What a request removes."""
+        turn = turn or Turn(self.book, 0.0, NOW)
+        return finish(turn, self.pruning.prune(turn, **asked))
 
     def removed(self, turn: Turn) -> set[str]:
         return {str(Path(path).relative_to(self.book.paths.runs)) for path in turn.removals}
@@ -116,7 +120,7 @@ def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_p
         assert not desk.tick().has_changes
         desk.at += EVERY_S
     with pytest.raises(FallowError, match="cannot be read"):
-        desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id])
+        desk.prune(runs=[run.id])
     (scratch / "other").mkdir()
     assert desk.tick().forgotten == [run]
 
@@ -147,11 +151,11 @@ def test_the_audit_outlives_the_ledgers(desk: Desk, monkeypatch: pytest.MonkeyPa
         return SampleReport(consumed=64 * ledger.exists(), lost=0, duplicated=0)
 
     monkeypatch.setattr("fallow.head.api.reports.audit", audit)
-    before = counted_report(desk.book, run)
+    before = report_of(desk.book, run)[1]()
     desk.tick()
     ledger.unlink()
     assert run.record.pruned
-    assert counted_report(desk.book, run) == before
+    assert report_of(desk.book, run)[1]() == before
     assert before.samples.consumed == 64
 
 
@@ -170,15 +174,15 @@ def test_without_a_report_ledgers_stay(desk: Desk, monkeypatch: pytest.MonkeyPat
 def test_by_hand_checkpoints_go_only_if_that_is_asked_for(desk: Desk) -> None:
     run = desk.run(40.0, checkpoint=True)
     turn = Turn(desk.book, 0.0, NOW)
-    assert [one.run for one in desk.pruning.prune(turn, keep=0, dry_run=True)] == [run.id]
+    assert [one.run for one in desk.prune(turn, keep=0, dry_run=True)] == [run.id]
     assert (turn.removals, turn.has_changes, run.record.pruned) == ([], False, False)
-    (found,) = desk.pruning.prune(turn, runs=[run.id])
+    (found,) = desk.prune(turn, runs=[run.id])
     assert found == Pruned(run=run.id, name="r", ended_at=NOW - 40 * DAY_S, checkpoints_kept=1)
     assert desk.removed(turn) == {f"{run.id}/logs", f"{run.id}/ledger"}
     assert run.id in desk.book.runs
-    assert desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id]) == []
+    assert desk.prune(runs=[run.id]) == []
     last = Turn(desk.book, 0.0, NOW)
-    (found,) = desk.pruning.prune(last, runs=[run.id], checkpoints=True)
+    (found,) = desk.prune(last, runs=[run.id], checkpoints=True)
     assert (found.checkpoints_kept, desk.removed(last)) == (0, {run.id, f"{run.id}/checkpoints"})
     assert (last.forgotten, last.dirty) == ([run], set())
     assert run.id not in desk.book.runs and run.id not in desk.book.current
@@ -188,14 +192,14 @@ def test_a_run_that_goes_on_or_still_has_jobs_is_never_pruned(desk: Desk) -> Non
     going, ending = desk.run(None), desk.run(40.0)
     desk.book.new_allocation(ending, AllocationKind.BASE, NOW)
     turn = Turn(desk.book, 0.0, NOW)
-    assert desk.pruning.prune(turn, keep=0, older_than_s=0.0) == []
+    assert desk.prune(turn, keep=0, older_than_s=0.0) == []
     with pytest.raises(FallowError, match=f"run {going.id} is waiting; only a run that has ended is pruned") as caught:
-        desk.pruning.prune(turn, runs=[going.id])
+        desk.prune(turn, runs=[going.id])
     assert caught.value.code is Exit.USAGE
     with pytest.raises(FallowError, match=f"run {ending.id[:-1]}: no run has exactly this name"):
-        desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[ending.id[:-1]])
+        desk.prune(runs=[ending.id[:-1]])
     with pytest.raises(FallowError, match=f"run {ending.id} still has jobs"):
-        desk.pruning.prune(turn, runs=[ending.id])
+        desk.prune(turn, runs=[ending.id])
     assert not turn.removals
 
 

@@ -1,6 +1,7 @@
 """The administrators' switch: a file that stops all harvesting while it exists."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,28 @@ async def test_the_head_hears_of_the_file_as_it_comes_and_goes(tmp_path: Path, m
     finally:
         watching.cancel()
     assert head._harvest.stopped == ""
+
+
+async def test_a_file_system_that_hangs_delays_neither_the_start_nor_the_polls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, threads = threading.Event(), list[threading.Thread]()
+
+    def hang(path: str, before: bool) -> bool:
+        threads.append(threading.current_thread())
+        return answers.wait(60)
+
+    monkeypatch.setattr("fallow.head.slurm.calls.FILES_S", 0.01)
+    monkeypatch.setattr("fallow.head.slurm.calls.exists", hang)
+    head = Head(new_book(tmp_path).paths, msgspec.convert({"site": {"stop_file": "/stop"}}, Config), None)
+    for _ in range(5):
+        await head._calls.look_for_stop_file()
+    assert head._inbox.empty() and len(threads) == 1 and threads[0].daemon, "nor the head's end"
+    answers.set()
+    async with asyncio.timeout(60):
+        while head._inbox.empty():
+            await head._calls.look_for_stop_file()
+            await asyncio.sleep(0.01)
 
 
 def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """The control socket's handler: checks requests, answers those that read, and queues those that change something."""
 
-import asyncio
 import contextlib
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_type_hints
 
 import msgspec
@@ -15,8 +15,8 @@ from fallow.head.api import views
 from fallow.head.api.operations import CHANGING, Operations
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
-from fallow.head.loop.faults import Faults, in_thread
-from fallow.head.loop.inbox import Inbox
+from fallow.head.loop.faults import SCAN_S, Faults, FileCalls
+from fallow.head.loop.inbox import FilesFirst, Inbox
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
@@ -69,6 +69,7 @@ class ControlHandler:
         self._faults = faults
         self._stand_in = stand_in
         self._started = steady()
+        self._files = FileCalls()
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
         params = check(method, params)
@@ -90,11 +91,16 @@ class ControlHandler:
 
         def carry_out(turn: Turn) -> Any:
             try:
-                return self._operations.handle(turn, method, params)
+                return act(turn)
             except FallowError as refusal:
                 return refusal
 
-        return await self._inbox.ask(f"request {method}", carry_out, run)
+        source = f"request {method}"
+        act: Callable[[Turn], Any] = partial(self._operations.handle, method=method, params=params)
+        while isinstance(outcome := await self._inbox.ask(source, carry_out, run), FilesFirst):
+            result = await self._files.call(outcome.place, outcome.call, outcome.patience_s)
+            act = partial(outcome.then, result)
+        return outcome
 
     # -- methods that read; their signatures define the parameters of requests -------------------------------------
 
@@ -108,8 +114,9 @@ class ControlHandler:
         return self._harvest.estimate(self._registry, spec)
 
     async def report(self, run: Name) -> RunReport:
-        report, count = report_of(self._registry, self._registry.get(run))
-        return msgspec.structs.replace(report, samples=await asyncio.wrap_future(in_thread(count, "report")))
+        asked_run = self._registry.get(run)
+        _, complete = report_of(self._registry, asked_run)
+        return await self._files.call(str(self._registry.paths.run(asked_run.id).root), complete, SCAN_S)
 
     async def usage(self, by: Name = "run", since: Name | None = None, run: Name | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):

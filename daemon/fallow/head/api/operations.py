@@ -1,5 +1,7 @@
 """Requests over the control socket that change something."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fallow.control.protocol import LocalAllocation, NewRun
@@ -10,10 +12,13 @@ from fallow.core.allocations import SUBMIT_S, WAITING, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name, member_number
 from fallow.core.submission.sbatch_line import base_nodes
+from fallow.files import private_dir, write_struct
 from fallow.head.api.pruning import Pruning
+from fallow.head.loop.faults import FILES_S
+from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.harvest import Harvest, give_all_back
-from fallow.head.state.registry import Registry, Run
+from fallow.head.state.registry import Registry, Run, write_run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Prose
 from fallow.text import counted, quote
@@ -39,26 +44,30 @@ class Operations:
         operation = getattr(self._pruning if method == "prune" else self, method)
         return operation(turn, **params)
 
-    def create_run(self, turn: Turn, spec: RunSpec) -> NewRun:
+    def create_run(self, turn: Turn, spec: RunSpec) -> FilesFirst:
         if not 1 <= spec.min_nodes <= spec.max_nodes:
             limits = f"{spec.min_nodes}:{spec.max_nodes}"
             raise FallowError(f"nodes {limits}: MIN must be at least 1 and at most MAX", Exit.USAGE)
-        run = self._registry.create(spec, turn.at, turn.now)
-        try:
-            # The client calls sbatch itself now, and may die before it reports the result.
-            allocation = self._registry.new_allocation(
-                run, AllocationKind.BASE, turn.now, nodes_wanted=base_nodes(spec), sent_by=turn.now + SUBMIT_S
-            )
-        except FallowError:
-            self._registry.drop(run)
-            raise
-        turn.record(run, "run", f"run {run.id}: {spec.min_nodes} to {spec.max_nodes} nodes")
-        folder = self._registry.paths.run(run.id)
-        return NewRun(
-            run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
-        )
+        new, paths = self._registry.draft(spec, turn.now), self._registry.paths
+        base = self._registry.new_allocation(new, AllocationKind.BASE, turn.now, nodes_wanted=base_nodes(spec))
+        folder, checkpoints = paths.run(base.run), new.record.checkpoint_folder
 
-    def local_allocation(self, turn: Turn, run: Name) -> LocalAllocation:
+        def add(_: None, turn: Turn) -> NewRun:
+            # The client calls sbatch itself now, and may die before it reports the result.
+            base.sent_by = turn.now + SUBMIT_S
+            run = self._registry.add(new, 0, turn.at)
+            turn.record(run, "run", f"run {run.id}: {spec.min_nodes} to {spec.max_nodes} nodes")
+            return NewRun(run=run.id, token=base.token, folder=str(folder.root), key_file=str(folder.key(base.token)))
+
+        write = partial(write_run, paths, new.spec, self._registry.unwritten_keys.pop(base.token))
+        own_files = FilesFirst(str(paths.runs), write, add, FILES_S)
+        if not checkpoints:
+            return own_files
+        place = f"[checkpoint] path {self._registry.config.checkpoint.path}"
+        make_folder = partial(_make_checkpoint_folder, checkpoints)
+        return FilesFirst(place, make_folder, lambda _, turn: own_files, FILES_S)
+
+    def local_allocation(self, turn: Turn, run: Name) -> LocalAllocation | FilesFirst:
         """Reserve a node of `fallow local`. Nodes are numbered in order of their requests, from n0."""
         target_run = self._active_run(run)
         if not target_run.spec.local:
@@ -72,11 +81,13 @@ class Operations:
         # Each allocation is one node.
         allocation.reserved = allocation.number + 1
         turn.dirty.add(target_run.id)
-        return LocalAllocation(
-            member=member_name(allocation.reserved),
-            token=allocation.token,
-            key_file=str(self._registry.paths.run(target_run.id).key(allocation.token)),
-        )
+        paths, token = self._registry.paths, allocation.token
+        file = paths.run(target_run.id).key(token)
+        answer = LocalAllocation(member=member_name(allocation.reserved), token=token, key_file=str(file))
+        keys = self._registry.unwritten_keys.pop(token, None)
+        if keys is None:
+            return answer
+        return FilesFirst(str(paths.runs), partial(write_struct, file, keys), lambda _, turn: answer, FILES_S)
 
     def base_submitted(self, turn: Turn, run: Name, token: Id, job_id: Id) -> None:
         target_run = self._registry.get(run)
@@ -221,6 +232,13 @@ class Operations:
         if allocation is None or allocation.state is AllocationState.LOST:
             raise _refusal(run, f"has no allocation {token}", Exit.NOINPUT)
         return allocation
+
+
+def _make_checkpoint_folder(folder: str) -> None:
+    try:
+        private_dir(Path(folder))
+    except FallowError as error:
+        raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
 
 
 def _refusal(run: Run, words: str, code: Exit = Exit.USAGE) -> FallowError:

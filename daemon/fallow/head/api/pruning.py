@@ -12,16 +12,16 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import structlog
-from msgspec.structs import replace
 
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
-from fallow.files import read_struct, write_struct
+from fallow.files import read_struct, unwritable, write_struct
 from fallow.head.api.reports import report_of
-from fallow.head.loop.faults import in_thread
+from fallow.head.loop.faults import SCAN_S, in_thread
+from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Registry, Run
-from fallow.model import Exit, FallowError, RunReport, SampleReport
+from fallow.model import Exit, FallowError, RunReport
 from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import quote
 
@@ -40,7 +40,7 @@ class Pruning:
         self._next_look_at = 0.0
         self._outdated: deque[str] = deque()
         self._run = ""
-        self.scan: Future[int | None] | None = None
+        self.scan: Future[int | str] | None = None
         "scan of an outdated run's files that is under way (`_prepare_scan`)"
 
     def tick(self, turn: Turn) -> None:
@@ -71,8 +71,8 @@ class Pruning:
         older_than_s: Seconds | None = None,
         checkpoints: bool = False,
         dry_run: bool = False,
-    ) -> list[Pruned]:
-        """Prune named runs, or those that are outdated. Return what is removed of each.
+    ) -> FilesFirst:
+        """Prune named runs, or those that are outdated. Return what is removed of each, after a scan of their files.
 
         Args:
             turn: takes the effects.
@@ -85,25 +85,30 @@ class Pruning:
         Raises:
             FallowError: a named run has not ended, or still has jobs.
         """
+        registry = turn.registry
         if runs:
-            named_runs = {
-                run.id: run for run in (self._find_ended_run(turn.registry, name, checkpoints) for name in runs)
-            }
-            chosen_runs = list(named_runs.values())
+            chosen_ids = list(dict.fromkeys(self._find_ended_run(registry, name).id for name in runs))
         else:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
-            chosen_runs = [
-                turn.registry.runs[name] for name in outdated(_end_times(turn.registry), turn.now, keep, older_than_s)
-            ]
-        looks = [
-            _prepare_scan(turn.registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen_runs
-        ]
-        pruned = [self._prune(turn, run, look(), dry_run) for run, look in zip(chosen_runs, looks, strict=True)]
-        return [outcome for outcome in pruned if outcome is not None]
+            chosen_ids = outdated(_end_times(registry), turn.now, keep, older_than_s)
+        chosen_runs = [registry.runs[name] for name in chosen_ids]
+        scans = [_prepare_scan(registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen_runs]
+
+        def remove(findings: list[int | str], turn: Turn) -> list[Pruned]:
+            finding_by_run = dict(zip(chosen_ids, findings, strict=True))
+            for name, finding in finding_by_run.items():
+                if runs and isinstance(finding, str):
+                    raise FallowError(f"run {quote(name)}: {finding}", Exit.TEMPFAIL)
+            over = [run for run in map(registry.runs.get, chosen_ids) if run is not None and _is_over(run)]
+            pruned = [self._prune(turn, run, finding_by_run[run.id], dry_run) for run in over]
+            return [outcome for outcome in pruned if outcome is not None]
+
+        place = " or ".join(str(registry.checkpoint_folder(run)) for run in chosen_runs[:3])
+        return FilesFirst(place, lambda: [scan() for scan in scans], remove, SCAN_S)
 
     @staticmethod
-    def _find_ended_run(registry: Registry, name: str, checkpoints: bool) -> Run:
+    def _find_ended_run(registry: Registry, name: str) -> Run:
         run = registry.get(name, by_name=True)
         if not run.ended:
             raise FallowError(
@@ -113,17 +118,12 @@ class Pruning:
             )
         if not _is_over(run):
             raise FallowError(f"run {quote(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
-        if not checkpoints and _prepare_scan(registry, run, keeps_report=False)() is None:
-            raise FallowError(
-                f"run {quote(run.id)}: checkpoint folder {registry.checkpoint_folder(run)} cannot be read; "
-                "make the folder readable, or give the checkpoints up with --checkpoints",
-                Exit.TEMPFAIL,
-            )
         return run
 
     @staticmethod
-    def _prune(turn: Turn, run: Run, checkpoints_kept: int | None, dry_run: bool) -> Pruned | None:
-        if checkpoints_kept is None or (run.record.pruned and checkpoints_kept):
+    def _prune(turn: Turn, run: Run, checkpoints_kept: int | str, dry_run: bool) -> Pruned | None:
+        """Remove what a scan (`_prepare_scan`) allows to remove."""
+        if isinstance(checkpoints_kept, str) or (run.record.pruned and checkpoints_kept):
             return None
         pruned = Pruned(
             run=run.id, name=run.spec.name, ended_at=run.record.ended_at or 0.0, checkpoints_kept=checkpoints_kept
@@ -157,7 +157,7 @@ def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s:
 
 def _prepare_scan(
     registry: Registry, run: Run, *, checkpoints: bool = False, keeps_report: bool = True
-) -> Callable[[], int | None]:
+) -> Callable[[], int | str]:
     """Prepare the scan of a run's files. The result is a function for a thread.
 
     Args:
@@ -167,29 +167,24 @@ def _prepare_scan(
         keeps_report: write the report if checkpoints stay and the report is missing.
 
     Returns:
-        A function that returns the number of checkpoints that stay. None: everything must stay, because the folder
-        cannot be read or the report cannot be written.
+        A function that returns the number of checkpoints that stay, or why everything must stay.
     """
-    name, folder, is_elsewhere = run.id, registry.checkpoint_folder(run), bool(run.record.checkpoint_folder)
+    folder, is_elsewhere = registry.checkpoint_folder(run), bool(run.record.checkpoint_folder)
     root, file = registry.paths.run(run.id).root, registry.paths.run(run.id).report
-    report = None if run.record.pruned or not keeps_report else report_of(registry, run)
+    complete = None if run.record.pruned or not keeps_report else report_of(registry, run)[1]
 
-    def look() -> int | None:
-        checkpoints_kept = 0 if checkpoints else _count_checkpoints(name, folder, is_elsewhere)
-        if checkpoints_kept and report is not None and root.exists() and not _is_counted(file):
-            return checkpoints_kept if _keep_report(name, file, *report) else None
+    def look() -> int | str:
+        try:
+            checkpoints_kept = 0 if checkpoints else _count_checkpoints(folder, is_elsewhere)
+            if checkpoints_kept and complete is not None and root.exists() and not _is_counted(file):
+                with unwritable():
+                    write_struct(file, complete())
+        except FallowError as error:
+            log.warning("prune.scan", run=run.id, error=error.message)
+            return error.message
         return checkpoints_kept
 
     return look
-
-
-def _keep_report(run: str, file: Path, report: RunReport, count: Callable[[], SampleReport]) -> bool:
-    try:
-        write_struct(file, replace(report, samples=count()))
-    except (OSError, FallowError) as error:
-        log.warning("prune.report", run=run, error=str(error))
-        return False
-    return True
 
 
 def _is_counted(report: Path) -> bool:
@@ -208,16 +203,22 @@ def _is_over(run: Run) -> bool:
     return run.ended and all(one.is_counted for one in run.allocations.values())
 
 
-def _count_checkpoints(run: str, folder: Path, is_elsewhere: bool) -> int | None:
-    """Number of checkpoints of a run; None: unknown, because their file system does not answer."""
+def _count_checkpoints(folder: Path, is_elsewhere: bool) -> int:
+    """Number of checkpoints of a run. Raises FallowError if it is unknown, because the folder cannot be read."""
+    reason = "its file system is not mounted"
     try:
         return sum(1 for _ in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         # A folder outside of the state folder may be on a file system that is not mounted now.
-        return None if is_elsewhere and not _has_entries(folder.parent) else 0
+        if not is_elsewhere or _has_entries(folder.parent):
+            return 0
     except OSError as error:
-        log.warning("prune.checkpoints", run=run, folder=str(folder), error=error.strerror)
-        return None
+        reason = error.strerror or type(error).__name__
+    raise FallowError(
+        f"checkpoint folder {folder} cannot be read ({reason}); make the folder readable, or give the checkpoints up "
+        "with --checkpoints",
+        Exit.TEMPFAIL,
+    )
 
 
 def _has_entries(folder: Path) -> bool:

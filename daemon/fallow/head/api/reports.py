@@ -18,15 +18,9 @@ from fallow.model import ChangeKind, GenerationReport, PauseReport, Quantiles, R
 from fallow.worker.data.ledger import Record, read_ledger
 
 
-def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], SampleReport]]:
-    """The JSON report of DESIGN section 6 without counted samples, and a function that counts them (`sample_count`).
-
-    For a pruned run, whose ledgers are removed, this is the report that was stored before.
-    """
-    if run.record.pruned:
-        with contextlib.suppress(FileNotFoundError):
-            stored_report = read_struct(registry.paths.run(run.id).report, RunReport)
-            return stored_report, lambda: stored_report.samples
+def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], RunReport]]:
+    """The JSON report of DESIGN section 6 without counted samples, and a function for a thread that completes it
+    (`sample_count`). For a pruned run, whose ledgers are removed, the function reads the report that was stored."""
     root, final, contract, history = run.root, run.root.final, run.root.contract, list(run.generations)
     unknown_samples = 0 if contract is None else contract.global_batch * run.roster.front
     report = RunReport(
@@ -46,13 +40,16 @@ def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], Sam
         reproducible=contract is not None and bool(contract.arithmetic),
         steps_repeated=0 if final is None else final.repeated,
     )
-    return report, sample_count(registry.paths.run(run.id).ledger, run.roster, history)
+    paths, is_pruned = registry.paths.run(run.id), run.record.pruned
+    count = sample_count(paths.ledger, run.roster, history)
 
+    def complete() -> RunReport:
+        if is_pruned:
+            with contextlib.suppress(FileNotFoundError):
+                return read_struct(paths.report, RunReport)
+        return replace(report, samples=count())
 
-def counted_report(registry: Registry, run: Run) -> RunReport:
-    """The report of a run with counted samples."""
-    report, count = report_of(registry, run)
-    return replace(report, samples=count())
+    return report, complete
 
 
 def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:

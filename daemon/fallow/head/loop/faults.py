@@ -1,4 +1,4 @@
-"""Unexpected errors: each is counted and logged once with its traceback, and affects only the work that raised it."""
+"""Unexpected errors, and file systems that do not answer. Each affects only the work that it belongs to."""
 
 import asyncio
 import threading
@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import structlog
 
-from fallow.model import FallowError, InternalError
+from fallow.files import unwritable
+from fallow.model import Exit, FallowError, InternalError
 from fallow.text import clean
 from fallow.wire.router import RouterDown
 
@@ -33,6 +34,8 @@ MENDED_S = 600.0
 GIVE_UP_AFTER = 3
 """Number of failed ticks in a row after which a run is stopped."""
 
+FILES_S, SCAN_S = 10.0, 25.0
+"""Longest waits for a few files and for many files. Commands wait 30 s for the head's answer."""
 
 T = TypeVar("T")
 
@@ -54,6 +57,39 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class FileCalls:
+    """Calls that use shared files, in threads. A file system that hangs delays these calls only.
+
+    While a call hangs, further calls at the same place fail at once, so that threads do not pile up.
+    """
+
+    def __init__(self) -> None:
+        self._hanging: set[str] = set()
+        "places where a call was not answered in time"
+
+    async def call(self, place: str, call: Callable[[], T], patience_s: float | None) -> T:
+        """Make a call in a thread. It must not use state that changes.
+
+        Args:
+            place: name of the folder, for messages.
+            call: reads or writes files.
+            patience_s: longest wait; None: no limit.
+
+        Raises:
+            FallowError: a file cannot be written, or the call has not ended in time. It may still end later.
+        """
+        if place not in self._hanging:
+            future = asyncio.wrap_future(in_thread(call, "files"))
+            await asyncio.wait([future], timeout=patience_s)
+            if future.done():
+                with unwritable():
+                    return future.result()
+            self._hanging.add(place)
+            future.add_done_callback(lambda _: self._hanging.discard(place))
+            future.add_done_callback(asyncio.Future.exception)  # nobody waits for the error
+        raise FallowError(f"{place}: its file system does not answer; try again when it answers", Exit.TEMPFAIL)
 
 
 class Faults:

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fallow.core.protocol import Beat, FromAgent
 from fallow.head.loop.turn import Turn
@@ -33,6 +33,16 @@ class Work:
     "the run that this work concerns; None: no single run"
     answer: asyncio.Future[Any] | None = None
     "gets the result once the turn is durable, or a FallowError if the turn was discarded"
+
+
+class FilesFirst(NamedTuple):
+    """Result of a request's turn: `call` uses files (`FileCalls`), then the request goes on in another turn."""
+
+    place: str
+    call: Callable[[], Any]
+    then: Callable[[Any, Turn], Any]
+    "gets the result of `call`"
+    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)

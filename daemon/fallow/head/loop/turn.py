@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
 from msgspec.structs import replace
 
 from fallow.clock import steady
@@ -19,13 +18,10 @@ from fallow.model import (
     AllocationState,
     ChangeKind,
     Exit,
-    FallowError,
     GenerationReport,
     NewEvent,
     RunStatus,
 )
-
-log = structlog.get_logger("fallow.head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +129,9 @@ class Turn:
             self.dirty.add(run.id)
         self.records.append(NewEvent(self.now, None if run is None else run.id, kind, text, data))
 
-    def new_allocation(self, run: Run, kind: AllocationKind, **fields: object) -> Allocation | None:
-        """Reserve an allocation and have it submitted. `fields`: of the allocation. None: its key file could not be
-        written."""
-        try:
-            allocation = self.registry.new_allocation(run, kind, self.now, **fields)
-        except FallowError as error:
-            log.warning("allocation.unwritten", run=run.id, error=error.message)
-            return None
+    def new_allocation(self, run: Run, kind: AllocationKind, **fields: object) -> Allocation:
+        """Reserve an allocation and have it submitted. `fields`: of the allocation."""
+        allocation = self.registry.new_allocation(run, kind, self.now, **fields)
         self.dirty.add(run.id)
         self.submissions.append((run.id, allocation.token))
         return allocation

@@ -1,8 +1,8 @@
 """Checkpoints on disk: the head finds those that no worker reported, and removes old ones."""
 
+import asyncio
 import shutil
 from collections.abc import Collection
-from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
@@ -29,16 +29,21 @@ FIRST_LOOK_S = 5.0
 hangs must not stop all runs."""
 
 
+async def look_at_start(turn: Turn) -> None:
+    """Look for checkpoints of all runs when a head starts. `adopt` takes in what is found."""
+    runs = [run for run in turn.registry.current.values() if not run.ended]
+    turn.for_each(runs, "checkpoints on disk", lambda run: _begin_look(turn, run))
+    if looks := [asyncio.wrap_future(run.look) for run in runs if run.look is not None]:
+        await asyncio.wait(looks, timeout=FIRST_LOOK_S)
+
+
 def adopt(turn: Turn) -> None:
-    """Find unreported checkpoints when a head starts, and when a run has lost its last member.
+    """Find unreported checkpoints of a run that has lost its last member.
 
     Threads scan the folders, because a file system that hangs may be the reason for the loss.
     """
     current = [run for run in turn.registry.current.values() if not run.ended]
-    first = [run for run in current if run.is_empty is None]
     turn.for_each(current, "checkpoints on disk", lambda run: _begin_look(turn, run))
-    if first:
-        wait([run.look for run in first if run.look is not None], FIRST_LOOK_S)
     turn.for_each(current, "checkpoints on disk", lambda run: _end_look(turn, run))
 
 

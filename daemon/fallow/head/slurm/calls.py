@@ -13,7 +13,8 @@ from functools import partial
 import structlog
 
 from fallow.core.allocations import Allocation, PolledJobs
-from fallow.head.loop.faults import Faults
+from fallow.files import write_struct
+from fallow.head.loop.faults import FILES_S, Faults, FileCalls
 from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import jobs
@@ -33,6 +34,10 @@ LOOK_S = 5.0
 
 TEST_EVERY_S = 10.0
 """Shortest interval between two test submissions, which take slurmctld's locks."""
+
+
+KEYS_RETRY_S = 60.0
+"""Time without requests of a run whose key file could not be written."""
 
 
 class SlurmCalls:
@@ -80,6 +85,7 @@ class SlurmCalls:
         self._owner: OwnerView | None = None
         self._owner_at = 0.0
         self._owner_task: asyncio.Task[None] | None = None
+        self._files = FileCalls()
 
     def sources(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Tasks to run beside the head's loop, by name."""
@@ -94,7 +100,8 @@ class SlurmCalls:
         """Check for the stop file, and tell the loop about a change."""
         path, was_stopped = self._registry.config.site.stop_file, self._is_stopped
         if path is not None:
-            self._is_stopped = await asyncio.to_thread(exists, path, was_stopped)
+            with contextlib.suppress(FallowError):  # nobody can tell now
+                self._is_stopped = await self._files.call(path, partial(exists, path, was_stopped), FILES_S)
             reason = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
             if self._is_stopped != was_stopped:
                 self._inbox.put_nowait(Work("stop file", partial(self._harvest.set_stop_reason, why=reason)))
@@ -218,12 +225,26 @@ class SlurmCalls:
         while True:
             run_id, token = await self._submissions.get()
             await self._answers.wait()
+            act, paths = self._send, self._registry.paths
+            if (keys := self._registry.unwritten_keys.pop(token, None)) is not None:
+                try:
+                    write = partial(write_struct, paths.run(run_id).key(token), keys)
+                    await self._files.call(str(paths.runs), write, FILES_S)
+                except FallowError as error:
+                    act = partial(self._withdraw, why=error.message)
             with contextlib.suppress(FallowError):  # an internal error, which is counted elsewhere
-                if await self._inbox.ask("due", partial(self._send, run_id=run_id, token=token), run_id):
+                if await self._inbox.ask("due", partial(act, run_id=run_id, token=token), run_id):
                     return run_id, token
 
     def _send(self, turn: Turn, run_id: str, token: str) -> bool:
         return self._harvest.send(turn, turn.registry.runs[run_id], token)
+
+    def _withdraw(self, turn: Turn, run_id: str, token: str, why: str) -> bool:
+        """Give up what the run has queued: the key file of `token` could not be written. Plans request it again."""
+        run = turn.registry.runs[run_id]
+        run.keys_retry_at = turn.now + KEYS_RETRY_S
+        jobs.withdraw_queued(turn, run, why)
+        return False
 
     async def test(self, run: Run) -> str:
         """Reason why Slurm would refuse harvest jobs of this run; empty: none is known."""

@@ -267,7 +267,7 @@ class Harvest:
         return cap_demands(demands, (limit_waits, reserve)), replace(external, give_backs=give_backs)
 
     def _is_put_off(self, turn: Turn, run: Run) -> bool:
-        """True if it is too early to request nodes, because the last jobs failed."""
+        """True if it is too early to request nodes, because the last jobs failed or lack their keys."""
         launch_failures, failures = run.record.fruitless, run.failures
         backoff, job_key = self.knowledge.backoff, harvest_jobs(run.id)
         former_failures, run.failures_seen = run.failures_seen, failures
@@ -289,7 +289,7 @@ class Harvest:
                 self.note(turn)
                 wait_s = backoff.put_off_until(job_key) - turn.now
                 turn.record(run, "pause", f"{reason}; the next one is tried in {wait_s:.0f} s")
-        return turn.now < backoff.put_off_until(job_key)
+        return turn.now < max(backoff.put_off_until(job_key), run.keys_retry_at)
 
     # -- submissions and their outcomes ---------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ an orphan.
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from math import inf
 
 import structlog
@@ -33,6 +34,7 @@ from fallow.core.states import ENDED_STATES, ENDING
 from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, script_options
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
+from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import note_agent_end
 from fallow.head.state.registry import Run
@@ -66,8 +68,8 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
         _adopt_requeued(turn, run, jobs)
         for allocation in list(run.allocations.values()):
             if allocation.is_live:
-                read_left_job_id(turn, run, allocation)
-                _update_allocation(turn, run, allocation, jobs.jobs_of(allocation), cluster.at)
+                if not _is_reading_job_id(turn, run, allocation) or jobs.jobs_of(allocation):
+                    _update_allocation(turn, run, allocation, jobs.jobs_of(allocation), cluster.at)
             elif allocation.is_settled:
                 _end_processes(turn, run, allocation)
         for allocation in list(run.allocations.values()):
@@ -358,16 +360,24 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     turn.record(run, "submit", f"{token}: job {job_id}{where}{limit}")
 
 
-def read_left_job_id(turn: Turn, run: Run, allocation: Allocation) -> None:
-    """Read the id of a base job from the file that `fallow submit` leaves when it cannot reach a head."""
+def _is_reading_job_id(turn: Turn, run: Run, allocation: Allocation) -> bool:
+    """Look for the id of a base job in the file that `fallow submit` leaves when it cannot reach a head.
+
+    A thread reads the file. Return True if it still reads since an earlier poll: the job may exist.
+    """
     if allocation.kind is not AllocationKind.BASE or allocation.was_renewed or allocation.job_id is not None:
-        return
+        return False
+    look = run.left_job_id
+    if look is not None and not look.done():
+        return True
+    file = turn.registry.paths.run(run.id).base_job(allocation.token)
+    run.left_job_id = in_thread(partial(read_struct, file, BaseJob), "base-job") if look is None else None
     try:
-        base_job = read_struct(turn.registry.paths.run(run.id).base_job(allocation.token), BaseJob)
+        if look is not None:
+            submitted(turn, run, allocation.token, look.result().job_id)
     except FileNotFoundError:
-        return
+        return False
     except (FallowError, OSError) as error:
         # Polls find the job by its comment, too.
         log.warning("base_job.unreadable", run=run.id, error=str(error))
-        return
-    submitted(turn, run, allocation.token, base_job.job_id)
+    return False

@@ -106,8 +106,6 @@ def _request_node(
     allocation = turn.new_allocation(
         run, AllocationKind.HARVEST, partition=partition, minutes=minutes, has_normal_priority=True
     )
-    if allocation is None:
-        return 0
     delay = f"{-schedule.ahead_s / 60:.0f} min behind the schedule of its deadline"
     if deadline <= cluster.at:
         delay += ", which has passed; the run keeps the speed that the schedule needed"

@@ -3,7 +3,6 @@
 The registry is plain memory. `Turn` notes which runs changed, and `loop.durable` writes those.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from fallow.config import Config, Membership
+from fallow.control.protocol import BaseJob
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.membership.gather import Gathers
@@ -29,7 +29,7 @@ from fallow.core.planning.gain import Gain
 from fallow.core.protocol import Progress
 from fallow.core.tokens import new_run_id, new_token
 from fallow.core.training.slow_links import SlowLinks
-from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
+from fallow.files import Paths, write_private, write_struct
 from fallow.head.state.stored import PrunedRuns, RunRecord, StoredRun, account_of
 from fallow.model import (
     AllocationKind,
@@ -127,6 +127,10 @@ class Run:
         "True if the run had no member at the last tick; None: this head has not looked for checkpoints on disk yet"
         self.look: Future[Any] | None = None
         "scan of its checkpoints on disk that is under way (`head.peers.checkpoints`)"
+        self.keys_retry_at = 0.0
+        "Unix time until which it requests no nodes, because a key file could not be written"
+        self.left_job_id: Future[BaseJob] | None = None
+        "look for the id of its base job in a file (`head.slurm.jobs`)"
 
     @property
     def id(self) -> str:
@@ -305,6 +309,8 @@ class Registry:
         self.endpoint = ""
         "address at which peers find this head"
         self.config = config
+        self.unwritten_keys: dict[str, KeyFile] = {}
+        "token -> key file to write before a job uses the keys"
         self._revoked: dict[str, Path] = {}
         "key -> its file"
         self._new_id = new_id
@@ -365,27 +371,15 @@ class Registry:
                 self.principals[allocation.public_key] = allocation
         return run
 
-    def create(self, spec: RunSpec, at: float, now: float) -> Run:
-        """Give a new run its id and folder.
-
-        Raises:
-            FallowError: the folder cannot be written; no run was added.
-        """
-        run_id, path, checkpoints = new_run_id(spec.name, self._new_id()[:6]), self.config.checkpoint.path, ""
-        if path is not None:
-            try:
-                checkpoints = str(private_dir(Path(path) / run_id))
-            except FallowError as error:
-                raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
+    def draft(self, spec: RunSpec, now: float) -> StoredRun:
+        """Give a new run its id. `add` adds the run once its files are written; `now`: Unix time."""
+        run_id, path = new_run_id(spec.name, self._new_id()[:6]), self.config.checkpoint.path
         spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
-        folder = self.paths.run(run_id).create()
-        if spec.script:
-            with unwritable():
-                write_private(folder.script, spec.script.encode())
         # Under `fallow local` the schedule alone admits members.
         limit = 0 if spec.local else spec.max_nodes
         root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=limit, scripted=spec.local)
-        return self.add(StoredRun(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}), 0, at)
+        record = RunRecord(checkpoint_folder="" if path is None else str(Path(path) / run_id))
+        return StoredRun(spec, record, Roster(root), {})
 
     def checkpoint_folder(self, run: Run) -> Path:
         """Folder of a run's checkpoints. A run keeps its folder when the configuration changes."""
@@ -414,7 +408,7 @@ class Registry:
 
     def _forget_keys(self, run: Run) -> None:
         for key in [key for key, allocation in self.principals.items() if allocation.run == run.id]:
-            del self.principals[key]
+            self.unwritten_keys.pop(self.principals.pop(key).token, None)
 
     def retire(self, run: Run) -> None:
         """Retire an ended run without jobs: polls and ticks skip it from now on."""
@@ -430,52 +424,48 @@ class Registry:
             self.pruned.add(account_of(run.spec), run.record.usage, now)
         del self.runs[run.id]
 
-    def new_allocation(self, run: Run, kind: AllocationKind, now: float, **fields: object) -> Allocation:
-        """Reserve a token and write its key file. The allocation must be durable before a job is submitted with it.
+    def new_allocation(self, run: Run | StoredRun, kind: AllocationKind, now: float, **fields: object) -> Allocation:
+        """Reserve a token and make its keys. Before a job uses them, the allocation must be durable and the key file
+        written (`unwritten_keys`).
 
         Args:
-            run, kind: of the allocation.
+            run: a run, or a draft, whose keys are allowed once `add` adds it.
+            kind: of the allocation.
             now: Unix time.
             fields: other fields of `Allocation`.
-
-        Raises:
-            FallowError: the key file cannot be written; no allocation was added.
         """
-        number = run.record.next_allocation
+        run_id, number = run.spec.run, run.record.next_allocation
         run.record.next_allocation += 1
         token = new_token(
-            run.id, kind, number, self._new_id()[:6], normal_priority=bool(fields.get("has_normal_priority"))
+            run_id, kind, number, self._new_id()[:6], normal_priority=bool(fields.get("has_normal_priority"))
         )
-        public_key = self.leave_keys(run, kind, token)
-        # Not before the key file is written: a job needs the keys.
         allocation = run.allocations[token] = Allocation(
             token=token,
-            run=run.id,
+            run=run_id,
             kind=kind,
-            public_key=public_key,
+            public_key=self.make_keys(run.spec, kind, token),
             number=number,
             requested_at=now,
             **fields,  # type: ignore[arg-type]
         )
-        self.principals[public_key] = allocation
+        if isinstance(run, Run):
+            self.principals[allocation.public_key] = allocation
         return allocation
 
-    def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
-        """Make the keys of an allocation and write its key file. Return the public key."""
+    def make_keys(self, spec: RunSpec, kind: AllocationKind, token: str) -> str:
+        """Make the keys of an allocation. Return the public key."""
         keys = new_keypair()
-        stands_in = kind is AllocationKind.BASE and not run.spec.local
-        key_file = KeyFile(
-            run=run.id,
+        stands_in = kind is AllocationKind.BASE and not spec.local
+        self.unwritten_keys[token] = KeyFile(
+            run=spec.run,
             token=token,
             kind=kind,
             public_key=keys.public,
             secret_key=keys.secret,
             head_file=str(self.paths.head_file),
-            workers_per_node=run.spec.workers_per_node,
+            workers_per_node=spec.workers_per_node,
             stand_in_after_s=self.config.membership.head_patience_s if stands_in else None,
         )
-        with unwritable():
-            write_struct(self.paths.run(run.id).key(token), key_file)
         return keys.public
 
     def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
@@ -494,21 +484,15 @@ class Registry:
     def close(self, run: Run, allocation: Allocation) -> None:
         """Revoke the key of an allocation that has no job any more."""
         self.principals.pop(allocation.public_key, None)
+        self.unwritten_keys.pop(allocation.token, None)
         self._revoked[allocation.public_key] = self.paths.run(run.id).key(allocation.token)
 
-    def take_revoked(self) -> list[str]:
-        """Remove the files of keys that were revoked since the last call. Call once the turn is durable.
-
-        Returns:
-            These keys, for the router to drop their connections.
-        """
+    def take_revoked(self) -> dict[str, Path]:
+        """Keys that were revoked since the last call, with their files. Call once the turn is durable. The router drops
+        their connections, and the files are removed."""
         revoked, self._revoked = self._revoked, {}
         # A run that was reloaded from the store may use a key again.
-        files_by_key = {key: file for key, file in revoked.items() if key not in self.principals}
-        for file in files_by_key.values():
-            with contextlib.suppress(OSError):  # a file that stays is harmless: its key is revoked
-                file.unlink(missing_ok=True)
-        return list(files_by_key)
+        return {key: file for key, file in revoked.items() if key not in self.principals}
 
     def is_allowed(self, key: str) -> bool:
         return key in self.principals
@@ -517,3 +501,11 @@ class Registry:
 def _may_have_agents(spec: RunSpec, allocation: Allocation) -> bool:
     """True while the job of an allocation that was given up may still have agents."""
     return not spec.local and allocation.job_id is not None and not allocation.is_settled
+
+
+def write_run(paths: Paths, spec: RunSpec, keys: KeyFile) -> None:
+    """Make the folder of a new run, with its script and the keys of its base allocation."""
+    folder = paths.run(spec.run).create()
+    if spec.script:
+        write_private(folder.script, spec.script.encode())
+    write_struct(folder.key(keys.token), keys)
