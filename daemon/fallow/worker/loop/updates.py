@@ -86,8 +86,8 @@ class Loop:
             with nullcontext() if is_alone else graphs_cut_at_buckets():
                 if not place.has_joined:
                     if session is not None:
-                        if session.head_status.last_reply.joins:
-                            yield from self._rehearse(session.head_status.last_reply.step)
+                        if session.head_status.rehearsal_reply.joins:
+                            yield from self._rehearse(session.head_status.rehearsal_reply.step)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
