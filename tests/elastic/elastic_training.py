@@ -9,6 +9,9 @@ while the members compute. In the folder `--gates` the tests say what happens wh
 `ACTION-PLACE-WORKER`: this worker does what `ACTIONS` says at that place: STEP (in its first body of that step, behind
 the forward), `judgeSTEP` (between the phases, when the judge's optimizer has acted), `optSTEP` (when the model's first
 optimizer has acted), `give` (where its state is asked for) or `load` (while it takes over others' state)
+With `--siblings` the workers of a node have collectives, as a sharded model has: in each body, and between sums
+and step. There are further places then: `launchSTEP` (a sum is on its way), `toldSTEP` (so is this worker's part) and
+`heardSTEP` (it has heard all parts, of which its siblings do not know yet)
 `switch-STEP-WORKER`: there this worker waits until it has heard of a change's commit
 `pause-N`: each worker waits in its first body of a step until the file is gone; `paused-N-STEP` says in which one
 `hurry`: steps take no longer than they must, from now on (see `unhurried`)
@@ -32,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,8 @@ from unhurried import rest
 import fallow
 from fallow.worker.handover import intake, pieces, supply
 from fallow.worker.reduction import buckets
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Waits
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
@@ -53,6 +59,8 @@ MATRICES: Any = getattr(torch.optim, "Muon", torch.optim.AdamW)  # it came with 
 SAMPLES, BATCH = 250, 4
 FROZEN, RESTS_NO_MORE = 5, 40
 "Steps of `--thaw`."
+SIBLINGS_S = 20.0
+"For so long a worker waits in a collective of its node."
 
 
 class Stream(IterableDataset[Any]):
@@ -82,6 +90,28 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         x, y = self.data[index]
         return x + 0.1 * torch.randn(8), y
+
+
+class Siblings:
+    """Collectives of the workers of this node."""
+
+    def __init__(self, gates: Path) -> None:
+        node, _, slot = WORKER.partition(".")
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._group: Any = None
+        if slot and size > 1:
+            store = torch.distributed.FileStore(str(gates / f"siblings-{node}"), size)
+            self._group = torch.distributed.ProcessGroupGloo(store, int(slot), size, timedelta(seconds=SIBLINGS_S))
+
+    def meet(self, *place: int) -> None:
+        """All of them are at the same place; else they have gone different ways."""
+        if self._group is not None:
+            own = torch.tensor([*place, *(-number for number in place)])
+            most = own.clone()
+            options = torch.distributed.AllreduceOptions()
+            options.reduceOp = torch.distributed.ReduceOp.MAX
+            self._group.allreduce([most], options).wait()
+            assert torch.equal(own, most), f"the workers of this node are apart: {own} {most}"
 
 
 class Guest:
@@ -189,6 +219,7 @@ def main() -> None:
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
     parser.add_argument("--clip", type=float, help="each step begins by cutting off weights beyond that")
+    parser.add_argument("--siblings", action="store_true", help="the workers of a node have collectives in the model")
     parser.add_argument("--device", default="cpu", help="`fake`: the asynchronous accelerator of the tests")
     args = parser.parse_args()
     watched = load_device(args.device)
@@ -225,7 +256,11 @@ def main() -> None:
     rich = (scaler, average, pull, judge, judging) if args.rich else ()
     objects = (model, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=True)
-    training = Training(args, run, model, optimizers, schedulers, scaler, average, pull, judge, judging)
+    siblings = Siblings(args.gates) if args.siblings else None
+    if siblings is not None:
+        stop_inside_exchanges(args.gates, run)
+    ACTIONS["lose"] = lambda gate: lose(gate, run)
+    training = Training(siblings, args, run, model, optimizers, schedulers, scaler, average, pull, judge, judging)
     for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
         evaluates = args.evaluate and update.step % 10 == 9
         if evaluates:
@@ -272,6 +307,7 @@ def one_step(training: "Training", update: Any) -> None:
 class Training:
     """What a step does."""
 
+    siblings: Siblings | None
     args: argparse.Namespace
     run: Any
     model: nn.Sequential
@@ -284,10 +320,18 @@ class Training:
     judging: torch.optim.Optimizer
     seen: tuple[int, int] = -1, -1
     "generation and step whose first body was there"
+    bodies: int = 0
+
+    def meet(self) -> None:
+        """A collective of the model among the workers of this node."""
+        if self.siblings is not None:
+            self.bodies += 1
+            self.siblings.meet(self.run._place.position.step, self.bodies)
 
     def judge_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Of the judge, which sees what is true and what the model makes of a shard."""
         x, y = (to_device(part, self.args) for part in (x, y))
+        self.meet()
         with torch.autocast(self.args.device, torch.bfloat16):
             made, true = self.model(x).detach(), torch.eye(3, device=x.device)[y]
             loss = nn.functional.softplus(self.judge(made) - self.judge(true)).mean()
@@ -297,6 +341,7 @@ class Training:
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Of a shard."""
         args, run = self.args, self.run
+        self.meet()
         broken = args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0
         x, y = (to_device(part, args) for part in (x, y))
         with torch.autocast(args.device, torch.bfloat16, enabled=args.rich):
@@ -330,6 +375,7 @@ class Training:
     def act(self) -> None:
         """With the gradients of a step."""
         args, run = self.args, self.run
+        self.meet()
         if args.rich:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -359,6 +405,43 @@ class Training:
             with (args.gates / "times").open("a") as times:
                 times.write(f"{time.monotonic():.3f}\n")
         rest(run.step, args.steps, args.pace, args.gates / "hurry")
+
+
+def stop_inside_exchanges(folder: Path, run: Any) -> None:
+    """Have the tests' way in the middle of a step's exchanges."""
+    telling: list[bool] = []
+
+    def gate(place: str) -> None:
+        gates(folder, f"{place}{run._place.position.step}")
+
+    def launch(group: Group, *arguments: Any) -> None:
+        plain_launch(group, *arguments)
+        gate("launch")
+
+    def tell(group: Waits, part: bytes) -> Any:
+        exchange = plain_tell(group, part)
+        if telling and isinstance(group, Group):
+            gate("told")
+        return exchange
+
+    def gather(group: Waits, part: bytes) -> list[bytes]:
+        telling.append(True)
+        try:
+            parts = plain_gather(group, part)
+        finally:
+            telling.pop()
+        if isinstance(group, Group):
+            gate("heard")
+        return parts
+
+    plain_launch, plain_tell, plain_gather = Group._launch, Waits.tell, Waits.gather
+    Group._launch, Waits.tell, Waits.gather = launch, tell, gather  # type: ignore[method-assign]
+
+
+def lose(gate: Path, run: Any) -> None:
+    """This worker's group breaks, once; nobody else hears of that from its connections."""
+    gate.unlink()
+    run._member.group.interrupt("the test breaks it")
 
 
 def evaluate(place: str, folder: Path, run: Any, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:

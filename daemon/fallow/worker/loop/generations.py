@@ -14,6 +14,7 @@ from fallow.model import FallowError, Parts
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVE_PATIENCE_S, Start
 from fallow.worker.loop.member import Member
+from fallow.worker.loop.pace import node_paces
 from fallow.worker.session.orders import Dismissed, exit_code
 from fallow.worker.session.status import Voice
 from fallow.worker.transport.build import Upcoming
@@ -113,6 +114,8 @@ class Generations:
             self._leave(upcoming)
         self._parts = Parts(drain=reached - member.last_step_end, group=time.monotonic() - reached)
         member.group, self.plan, self.needs_meeting = upcoming.group, upcoming.plan, True
+        if upcoming.ranks is not None:
+            member.nodes, member.siblings = upcoming.ranks.nodes, upcoming.ranks.siblings
         member.state_status.give_up()
         self._is_forgotten = not upcoming.counts(session.computed)
         if self._is_forgotten:
@@ -195,7 +198,7 @@ class Generations:
         """
         member, place, session = self._member, self._member.place, self._member.session
         newcomer, generation = not place.has_joined, member.group.generation
-        self.needs_meeting, member.division = False, Division(tuple(paces))
+        self.needs_meeting, member.division = False, Division(node_paces(paces, member.nodes))
         if is_healed and generation != self._healed_generation:  # reported once a generation
             self._healed_generation = generation
             sys.stderr.write(_HEALED.format(generation=generation, step=place.position.step))

@@ -8,6 +8,7 @@ and to members that have only a part of it.
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -181,14 +182,15 @@ class Meeting:
                 if ranks.lacking_outcome:
                     # Members that are one operation behind receive its outcome.
                     group, source = member.group, ranks.newest[0]
-                    texts = group.gather(member.place.position.outcome if group.rank == source else b"")
+                    own = member.place.position.outcome if group.rank == source else b""
+                    texts = generations.wait_on_node(partial(group.gather, own))
                     self.forget()
                     if group.rank in ranks.lacking_outcome:
                         return MeetingResult(kind, texts[source], openings[source].concluded - 1)
                     continue  # this member sends its opening when it reaches the next operation
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
-                if kind in JOINT and not member.state_status.settle():
+                if kind in JOINT and not self.settle():
                     continue
                 where = self._where(openings, ranks)
                 if ranks.awaiting_answer or where is Kind.STEP:
@@ -207,6 +209,16 @@ class Meeting:
                 return result
             except Interrupted:
                 self.forget()
+
+    def settle(self) -> bool:
+        """Wait for all transfers from and to the workers of this node; returns False if the group breaks first."""
+        if not self._member.state_status.settle():
+            return False
+        try:
+            self._member.group.wait_for_siblings()
+        except Interrupted:
+            return False
+        return True
 
     def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
         """Return the members' operation. If no member holds the state, all go back to a step's beginning."""
@@ -254,6 +266,7 @@ class Meeting:
         )
         if plain_values is not None:
             self._take_plain(plain_values)
+        group.wait_for_siblings()
         self._generations.begin_generation(
             [one.pace for one in openings],
             Parts(drain=waited_s, state=time.monotonic() - began),

@@ -1,6 +1,7 @@
 """One worker's objects of a run, which the loop's parts share."""
 
 import time
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -32,6 +33,10 @@ class Member:
         self.progress = session.progress if session is not None else Progress()
         self.group = group or Group(0, 0, 1, None)
         self.place = Place(in_sync=session is None)
+        self.nodes: Sequence[int] = range(self.group.size)
+        "number of the node, by rank"
+        self.siblings: Sequence[int] = [self.group.rank]
+        "ranks on this member's node, including its own rank; in a fixed world only that"
         self.division = Division((0.0,) * self.group.size)
         "division of a step's shards among the members, the same on all of them"
         self.state_status = StateStatus()
@@ -86,8 +91,13 @@ class Member:
         rng.seed_everything(mix(self.seed, *place), self.prepared.generators)
 
     def duties(self, shards: int) -> list[Duty]:
-        """Return what this member computes in a step of `shards` shards."""
-        return duties(self.division.shares(shards), self.group.rank)
+        """Return what this member computes in a step of `shards` shards.
+
+        Siblings have equally many bodies, in which a sharded model has collectives: copies that do not count are added.
+        """
+        shares = self.division.shares(shards)
+        own, longest = duties(shares, self.group.rank), max((duties(shares, rank) for rank in self.siblings), key=len)
+        return [*own, *(Duty(duty.shard, False) for duty in longest[len(own) :])]
 
     def replan(self) -> None:
         """Tell the current loader which shards this member will compute from now on, and show their number."""

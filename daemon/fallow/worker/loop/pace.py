@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +82,14 @@ class Pace:
         if self._step.bodies:
             self._unread.append(self._step)
         self.begin_step()
+
+
+def node_paces(paces: Sequence[float], nodes: Sequence[int]) -> tuple[float, ...]:
+    """Give each worker the pace of the slowest of its node, since siblings begin bodies together. All are by rank."""
+    slowest: dict[int, float] = {}
+    for node, pace in zip(nodes, paces, strict=True):
+        slowest[node] = max(pace, slowest.get(node, 0.0))
+    return tuple(slowest[node] for node in nodes)
 
 
 _Mark = float | torch.Event

@@ -152,6 +152,7 @@ class Shards(InnerLoop):
                 elif self._attempt is None:
                     self._deal()
                 elif self._attempt.queue:
+                    self._member.group.wait_for_siblings()
                     return self._hand_out(self._attempt)
                 else:
                     self._finish(self._attempt)

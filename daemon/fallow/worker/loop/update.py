@@ -11,6 +11,7 @@ from fallow.core.training.shards import Cut
 from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import StepFinished
 from fallow.worker.loop.exchange import Outcome
+from fallow.worker.loop.pace import node_paces
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 
 if TYPE_CHECKING:
@@ -178,14 +179,14 @@ class Update:
                 generations.depart()
         if outcome.switch > group.generation:
             generations.next_generation = outcome.switch
-        elif group.broken is None and outcome.drifted and at.step >= generations.aligned_until:
+        elif outcome.drifted and at.step >= generations.aligned_until:
             # Each member steps its own optimizer, and kernels of different processors may differ in a result's last
             # bit. Without `reproducible=True` that is no error, as under DDP. But the weights drift apart, so members
             # come together every now and then, as at the beginning of a generation.
             generations.needs_meeting, generations.aligned_until = True, at.step + _ALIGN_STEPS
-        elif group.broken is None:
+        else:
             assert member.source is not None
             old = member.division
-            member.division = old.revised(member.source.shards, outcome.paces, at.step)
+            member.division = old.revised(member.source.shards, node_paces(outcome.paces, member.nodes), at.step)
             if member.division is not old:
                 member.replan()

@@ -86,8 +86,8 @@ class Loop:
             with nullcontext() if is_alone else graphs_cut_at_buckets():
                 if not place.has_joined:
                     if session is not None:
-                        if session.head_status.last_reply.joins:
-                            yield from self._rehearse(session.head_status.last_reply.step)
+                        if session.head_status.rehearsal_reply.joins:
+                            yield from self._rehearse(session.head_status.rehearsal_reply.step)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
@@ -119,7 +119,9 @@ class Loop:
         member, place = self.member, self.member.place
         while True:
             while place.position.passes < epochs and (max_steps is None or place.position.call_steps < max_steps):
-                if self.generations.must_switch or self.generations.needs_meeting:
+                # Siblings see a loss at different times, and code in front of the inner loop may need all of them.
+                leaves = self.generations.must_switch and member.group.node.size == 1
+                if leaves or self.generations.next_generation or self.generations.needs_meeting:
                     self.meeting.come_together(Kind.STEP)
                 if self._goes_elsewhere(self._call):
                     return
@@ -239,7 +241,7 @@ class Loop:
     def _settle(self, call: int | None) -> None:
         """Keep the received state while the script goes to the members' place: the members are past this call."""
         self.generations.report_arrival()
-        while not self.member.state_status.settle():
+        while not self.meeting.settle():
             self.meeting.join()
         if self.member.place.ends_call_with_members(call):
             self._catch_up.put_back()

@@ -13,12 +13,16 @@ class HeadStatus:
 
     Attributes:
         last_reply: the newest reply of the head.
+        rehearsal_reply: by which a newcomer rehearses: the newest reply. With siblings the first one, which the agent
+            has sent to all of them, so that they rehearse together or not at all.
+        has_siblings: the agent starts several workers.
         is_known: the head has sent a first reply.
         checkpoint_due_at: when the next periodic one is due, on the monotonic clock; None: the head has not said.
     """
 
     def __init__(self) -> None:
-        self.last_reply = BeatReply(term=0)
+        self.last_reply = self.rehearsal_reply = BeatReply(term=0)
+        self.has_siblings = False
         self.is_known = False
         self.checkpoint_due_at: float | None = None
         self._heard_at = time.monotonic()
@@ -33,6 +37,8 @@ class HeadStatus:
             return
         if not self.is_known:
             self._checkpoints_made = reply.checkpoints_asked  # earlier requests concern the members before this worker
+        if not (self.is_known and self.has_siblings):
+            self.rehearsal_reply = reply
         # A head that lost its store may have lost the count, too.
         self._checkpoints_made = min(self._checkpoints_made, reply.checkpoints_asked)
         now = time.monotonic()

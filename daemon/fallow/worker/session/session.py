@@ -213,6 +213,7 @@ class Session:
         ports = port_range(network.member_ports) if network.member_ports else None
         self.groups = Groups(address, ports)
         self.orders = Orders(start.node, start.slot)
+        self.head_status.has_siblings = start.slots > 1
         self._start = start
 
     def _obey(self, order: Order) -> None:

@@ -56,8 +56,9 @@ class Progress:
         now, awaiting_since = time.monotonic(), self.awaiting_since
         if awaiting_since is not None:
             return Doing.WAITING, now - awaiting_since
-        if group is not None and group.waiting:
-            return Doing.WAITING, now - group.turned_at
+        for waits in () if group is None else (group, group.node):
+            if waits.waiting:
+                return Doing.WAITING, now - waits.turned_at
         doing = Doing.WORKING if self.in_loop else Doing.OUTSIDE
         if group is not None and group.device_progress.awaits_others:
             doing = Doing.WAITING

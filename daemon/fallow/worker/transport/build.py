@@ -232,6 +232,9 @@ def build_group(
                 group.connections.gloo_groups.append(one)
             if len(siblings) > 1:
                 group.node = Node(group.connections.gloo_groups[-1], len(siblings))
+                for sibling in siblings:
+                    if sibling != rank:
+                        streams.watch(sibling, group.follow_sibling)
             group.connect_transport(device, max(0.0, end - time.monotonic()), is_dropped)
     except (RuntimeError, OSError) as error:
         reason = gloo.reason(error)

@@ -59,6 +59,7 @@ class Group(Waits):
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
         "(work, tensors) of launched collectives; the tensors are kept until a stream waits for the work"
         self._aborting: threading.Thread | None = None
+        self._is_retired = False
         self.device_progress = devices.DeviceProgress()
         self.node = Node()
         "the other workers of this generation on the same node"
@@ -68,6 +69,22 @@ class Group(Waits):
         """Connections for transfers of state. They are closed with the group."""
         assert self.connections.streams is not None, "a group of one rank has no streams"
         return self.connections.streams
+
+    def wait_for_siblings(self) -> None:
+        """Wait until all workers of this node are at this place. Call it before the script's code goes on.
+
+        Raises:
+            Interrupted: another worker of this node has left the generation, so this worker has to leave it, too.
+        """
+        self.node.share(None)
+        if self.node.broken is not None:
+            self.interrupt(self.node.broken)
+            raise Interrupted(self.node.broken)
+
+    def follow_sibling(self) -> None:
+        """Interrupt this group because that of a sibling was interrupted, which completes no exchange. Any thread."""
+        if not self._is_retired:
+            self.interrupt("another worker of this node has lost its group")
 
     # ------------------------------------------------------------------------------------- interruption and shutdown
 
@@ -98,6 +115,7 @@ class Group(Waits):
         Raises:
             FallowError: aborted collectives do not end, so later work on this device would never run.
         """
+        self._is_retired = True
         self.stream_waits()
         if self.broken is None or self.size == 1 or not devices.asynchronous(self.device):
             return

@@ -198,6 +198,18 @@ class Streams:
         connection.settimeout(PATIENCE_S)
         return connection
 
+    def watch(self, rank: int, on_loss: Callable[[], None]) -> None:
+        """Call `on_loss`, on another thread, when another member closes its streams or ends. Raises OSError."""
+        self._run(self._watch, self.connect(rank), on_loss)
+
+    def _watch(self, connection: socket.socket, on_loss: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            connection.settimeout(None)
+            connection.recv(1)
+        self.drop(connection)
+        if not self._closed:
+            on_loss()
+
     # ------------------------------------------------------------------------------------------- incoming connections
 
     def serve(self, handler: Callable[[socket.socket], None] | None) -> None:
@@ -229,7 +241,8 @@ class Streams:
             size = _packet_size(connection)
             connection.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
             self._note_reached(caller)
-            if not connection.recv(1, socket.MSG_PEEK):  # the caller only wanted to know whether the path is whole
+            connection.settimeout(None)
+            if not connection.recv(1, socket.MSG_PEEK):  # the caller only tested the path, or watched this member
                 return
             connection.settimeout(PATIENCE_S)
             with self._changed:

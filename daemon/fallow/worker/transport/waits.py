@@ -18,9 +18,6 @@ _LENGTH_BYTES = 8
 _FIRST_BYTES = 2048
 """Bytes of each part that the first exchange of a gather carries. Longer parts need a second exchange."""
 
-PATIENCE_S = 5.0
-"""Seconds for which a worker waits for a sibling. The connection to a dead sibling breaks much sooner."""
-
 
 class Interrupted(Exception):
     """A pending collective was interrupted. Never reaches the user's code."""
@@ -63,9 +60,6 @@ class Waits:
 
     The heartbeats report the waits.
     """
-
-    patience_s: float | None = None
-    "seconds to wait for a peer's answer; None: no limit"
 
     def __init__(self, size: int, connections: Connections | None) -> None:
         self.size = size
@@ -112,7 +106,7 @@ class Waits:
         """Wait for gloo's works.
 
         Raises:
-            Interrupted: `interrupt` was called, a peer's connection is lost, or `patience_s` has passed.
+            Interrupted: `interrupt` was called, or a peer's connection is lost.
         """
         if self.broken is None and works:
             futures = [work.get_future() for work in works]
@@ -122,10 +116,10 @@ class Waits:
                 try:
                     if not future.done() and self.broken is None:
                         future.add_done_callback(lambda _: over.set())
-                        if not over.wait(self.patience_s):
-                            self.interrupt(f"no answer from a peer within {self.patience_s:g} s")
-                    if self.broken is None:
+                        over.wait()
+                    if future.done():  # even if it was interrupted in this moment: siblings know that it is complete
                         future.value()
+                        return
                 except RuntimeError as error:
                     self.interrupt(gloo.reason(error))
         if self.broken is not None:
@@ -178,18 +172,20 @@ class Waits:
 
 class _State(IntEnum):
     NO_ANSWER = 0
-    "the worker's wait ended without an answer"
+    "the worker's wait ended without an answer, or there was none to wait for"
     HAS_ANSWER = 1
     LEAVES = 2
-    "NO_ANSWER, and the worker takes part in no further exchange of this generation"
+    "the worker has no answer, and takes part in no further exchange of this generation"
 
 
 class Node(Waits):
-    """The siblings of a worker: the workers of one generation on the same node. Siblings share answers.
+    """The siblings of a worker: the workers of one generation on the same node. Siblings go the same way.
 
-    A worker whose connection to another node breaks may miss an answer that its siblings have. The siblings would act
-    on the answer while this worker repeats the step, and a model that is sharded over the node's workers would hang.
-    So siblings exchange answers before anybody acts on them, over connections that do not leave the node.
+    A worker whose connection to another node breaks may miss an answer that its siblings have, or may leave the
+    generation when its siblings have begun the next body. A model that is sharded over the node's workers would hang.
+    So siblings exchange answers before anybody acts on them, and wait for each other before the script's code goes on,
+    over connections that do not leave the node. No deadline: the head ejects the node of a worker that is stopped or
+    hangs, and the connection to a dead sibling breaks at once.
 
     Args:
         process_group: gloo group of the siblings, used for nothing else; None: no siblings.
@@ -198,7 +194,6 @@ class Node(Waits):
 
     def __init__(self, process_group: Any = None, size: int = 1) -> None:
         super().__init__(size, Connections([process_group]))
-        self.patience_s = PATIENCE_S
 
     def share(self, answer: bytes | None) -> bytes | None:
         """Share the answer to an exchange with the siblings.
@@ -209,21 +204,20 @@ class Node(Waits):
         Returns:
             The answer if any of the node's workers has it, else None. If the siblings cannot be reached: `answer`.
         """
-        return self._share(answer, _State.NO_ANSWER if answer is None else _State.HAS_ANSWER)
-
-    def leave(self) -> None:
-        """Tell the siblings that this worker enters the next generation without an answer from this one."""
-        self._share(None, _State.LEAVES)
-
-    def _share(self, answer: bytes | None, state: _State) -> bytes | None:
         if self.size == 1 or self.broken is not None:
             return answer
+        own = _State.NO_ANSWER if answer is None else _State.HAS_ANSWER
         try:
-            states = [_State(text[0]) for text in self.tell(bytes([state])).wait()]
-            if _State.HAS_ANSWER in states and len(set(states)) > 1:
+            states = [_State(text[0]) for text in self.tell(bytes([own])).wait()]
+            if set(states) == {_State.HAS_ANSWER, _State.NO_ANSWER}:
                 answer = self.gather(answer or b"")[states.index(_State.HAS_ANSWER)]
         except Interrupted:
             return answer
         if _State.LEAVES in states:
             self.interrupt("a worker of this node has left the generation")
         return answer
+
+    def leave(self) -> None:
+        """Tell the siblings that this worker enters the next generation. Does not wait for them."""
+        with contextlib.suppress(Interrupted):
+            self.tell(bytes([_State.LEAVES]))

@@ -70,34 +70,38 @@ def undisturbed() -> list[bytes]:
 
 @st.composite
 def histories(draw: st.DrawFn, longest: int) -> list[Generation]:
-    """Generations; in each there is somebody who was in a whole one before, or has been there from the start."""
-    fresh = iter(string.ascii_letters)
-
-    def some(most: int) -> str:
-        return "".join(next(fresh) for _ in range(draw(st.integers(0, most))))
-
-    members = next(fresh) + some(MOST - 1)
+    """Generations; in each there is a node that was in a whole one before, or has been there from the start."""
     per_node = draw(st.sampled_from([1, 2]))
+    nodes = iter(zip(*[iter(string.ascii_letters)] * per_node, strict=True))
+    most = MOST // per_node
+
+    def some(most: int) -> tuple[tuple[str, ...], ...]:
+        return tuple(next(nodes) for _ in range(draw(st.integers(0, most))))
+
+    def generation(breaks: Break | None = None) -> Generation:
+        return Generation("".join(map("".join, members)), at_step, breaks, workers_per_node=per_node)
+
+    members = (next(nodes), *some(most - 1))
     holders, generations, at_step, step = set(members), [], None, 0
     for _ in range(draw(st.integers(1, longest))):
         if draw(st.booleans()):
             wait = draw(st.integers(1, 40))
-            may_die = [name for name in members if holders - {name}]
+            may_die = [worker for node in members if holders - {node} for worker in node]
             dies = draw(st.sampled_from(["", *may_die]))
-            certain = draw(st.frozensets(st.sampled_from(members)))
-            generations.append(Generation(members, at_step, Break(wait, certain, dies), workers_per_node=per_node))
-            members = members.replace(dies, "") if dies else members
+            certain = draw(st.frozensets(st.sampled_from("".join(map("".join, members)))))
+            generations.append(generation(Break(wait, certain, dies)))
+            members = tuple(node for node in members if dies not in node)  # it goes with all its workers
             at_step = None
         else:
-            generations.append(Generation(members, at_step, workers_per_node=per_node))
+            generations.append(generation())
             holders, step = set(members), step + draw(st.integers(1, 4))
             at_step = step
             leaving = draw(st.frozensets(st.sampled_from(members)))
             if holders - leaving:
-                members = "".join(name for name in members if name not in leaving)
-            members += some(MOST - len(members))  # behind a break, the head has newcomers wait for the end of the step
+                members = tuple(node for node in members if node not in leaving)
+            members += some(most - len(members))  # behind a break, the head has newcomers wait for the end of the step
         holders &= set(members)
-    return [*generations, Generation(members, at_step, workers_per_node=per_node)]
+    return [*generations, generation()]
 
 
 def play(history: list[Generation]) -> None:

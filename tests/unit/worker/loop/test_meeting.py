@@ -25,7 +25,7 @@ from fallow.worker.handover import supply
 from fallow.worker.loop.generations import Released
 from scripted_group import Break, Generation, Killed
 from scripted_world import DEADLINE_S, World
-from small_training import GLOBAL_BATCH, SAMPLES, Script, assert_close, assert_equal, filled, net, plain, points
+from small_training import GLOBAL_BATCH, SAMPLES, Script, alone, assert_close, assert_equal, filled, net, plain, points
 
 STEPS = 4
 
@@ -324,3 +324,33 @@ def test_a_loss_in_the_first_step_leaves_all_with_the_same_buckets_whatever_is_f
     found = world.train(train)
     assert isinstance(found.pop("c"), Killed)
     assert_alike(found, train(Script().run))
+
+
+def test_batches_that_differ_in_structure_on_members_are_no_sign_of_a_mistake(tmp_path: Path) -> None:
+    """Two tasks take turns in the data: two members only ever see pairs, the others dicts with a key more."""
+    kinds: dict[str, set[type]] = {}
+
+    def collate(samples: list[Any]) -> Any:
+        x, y = (torch.stack(tensors) for tensors in zip(*samples, strict=True))
+        is_pair = any(torch.equal(x[0], first) for first in points().tensors[0][::8])
+        return (x, y) if is_pair else {"x": x, "y": y.double(), "weight": torch.full((), 0.5)}
+
+    def train(run: Run, name: str) -> Script:
+        script = Script(run)
+        script.loader = DataLoader(points(), 4, collate_fn=collate)
+        script.prepare(reproducible=True)
+
+        def body(batch: Any) -> None:
+            kinds.setdefault(name, set()).add(type(batch))
+            if isinstance(batch, tuple):
+                script.loss(batch).backward()
+            else:
+                (batch["weight"] * script.loss((batch["x"], batch["y"].float()))).backward()
+
+        script.train(body, epochs=2)
+        return script
+
+    found = World(tmp_path, Generation("abcd")).train(lambda run: train(run, run._member.session.worker))  # type: ignore[union-attr]
+    assert kinds == {"a": {tuple}, "b": {dict}, "c": {tuple}, "d": {dict}}
+    assert_alike(found, train(alone(), "alone"))
+    assert kinds["alone"] == {tuple, dict}

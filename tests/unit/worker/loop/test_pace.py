@@ -9,7 +9,7 @@ import torch
 
 from builders import Clock
 from fallow.worker.loop import pace
-from fallow.worker.loop.pace import MIN_STEPS, Pace
+from fallow.worker.loop.pace import MIN_STEPS, Pace, node_paces
 from fallow.worker.transport import device as devices
 
 
@@ -127,3 +127,8 @@ def test_on_a_device_bodies_are_measured_there_and_nobody_waits(monkeypatch: pyt
     assert len(Event.kept) < 40, "events of a device that is far behind pile up"
     Event.reached = Event.made
     assert run.pace.value == 6.0
+
+
+def test_the_slowest_worker_of_a_node_sets_the_pace_of_all_its_workers() -> None:
+    assert node_paces([1.0, 3.0, 2.0, 0.0, 5.0], [4, 4, 7, 9, 9]) == (3.0, 3.0, 2.0, 5.0, 5.0)
+    assert node_paces([1.0, 0.0, 3.0], range(3)) == (1.0, 0.0, 3.0)

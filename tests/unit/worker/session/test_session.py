@@ -140,6 +140,15 @@ def test_a_head_that_was_replaced_says_nothing_any_more() -> None:
     assert agent.session.head_status.checkpoint_due_at == due_at, "not known is no news"
 
 
+def test_siblings_rehearse_together_or_not_at_all_though_one_comes_to_its_loop_when_others_have_begun() -> None:
+    """The agent sends the first reply to all workers of the node when it starts them."""
+    for slots, rehearses in ((1, True), (2, False)):
+        agent = Agent(slots=slots)
+        agent.say(BeatReply(term=1, joins=True, step=7))
+        assert agent.session.head_status.last_reply.joins
+        assert agent.session.head_status.rehearsal_reply.joins is rehearses
+
+
 def test_a_worker_with_infinite_patience_waits_for_a_silent_head_and_another_one_gives_up() -> None:
     """The former are those of a base job: what ends the wait is a head, or Slurm."""
     agent = Agent(patience_s=float("inf"))

@@ -1,5 +1,6 @@
 """Workers of one node: what one of them has heard, all of them have."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
 
 NODES = [[0, 2, 3], [1]]
 SIZE = 4
@@ -31,8 +33,6 @@ def groups() -> Iterator[list[Group]]:
         return build_group(1, rank, SIZE, store, "127.0.0.1", PATIENCE_S, siblings=siblings)
 
     members = on_all(range(SIZE), build)
-    for group in members:
-        group.node.patience_s = PATIENCE_S
     yield members
     for group in members:
         group.interrupt("over")
@@ -56,26 +56,51 @@ def test_all_have_what_one_has_heard(groups: list[Group], heard: tuple[bool, ...
         assert answers == [answer if any(heard) else None] * 3
 
 
-def test_nobody_waits_for_a_worker_that_leaves_the_generation(groups: list[Group]) -> None:
-    def act(group: Group) -> tuple[bytes | None, bytes | None]:
-        if group.rank == 0:
-            group.node.leave()
-            return None, None
-        first = group.node.share(b"heard" if group.rank == 2 else None)
-        return first, group.node.share(None)  # its sibling is not waited for
+def test_siblings_wait_for_each_other(groups: list[Group]) -> None:
+    arrived: list[int] = []
 
-    began = time.monotonic()
-    assert on_all([groups[rank] for rank in NODES[0]], act) == [(None, None), (b"heard", None), (b"heard", None)]
-    assert time.monotonic() - began < PATIENCE_S
+    def act(group: Group) -> int:
+        if group.rank == 3:
+            threading.Event().wait(0.2)
+        arrived.append(group.rank)
+        group.wait_for_siblings()
+        return len(arrived)
+
+    assert on_all([groups[rank] for rank in NODES[0]], act) == [3, 3, 3]
+    groups[1].wait_for_siblings()  # it has none
 
 
-def test_nobody_waits_long_for_a_worker_that_hangs_and_one_that_is_gone_is_found_at_once(groups: list[Group]) -> None:
-    groups[0].node.patience_s = 0.2
-    assert groups[0].node.share(b"heard") == b"heard"
-    assert groups[0].node.share(None) is None
-    groups[0].node.patience_s = PATIENCE_S
+def test_nobody_waits_for_a_worker_that_leaves_the_generation_and_all_leave_it(groups: list[Group]) -> None:
+    """It waits for nobody either: its siblings hear of it where they wait for it next."""
+    groups[0].node.leave()
+
+    def act(group: Group) -> bytes | None:
+        with pytest.raises(Interrupted, match="a worker of this node has left the generation"):
+            group.wait_for_siblings()
+        assert group.broken is not None
+        return group.node.share(b"heard")
+
+    assert on_all([groups[2], groups[3]], act) == [b"heard"] * 2
+    assert groups[1].broken is None
+
+
+def test_siblings_of_a_worker_whose_group_breaks_wait_for_no_other_node_but_for_those_that_have_left(
+    groups: list[Group],
+) -> None:
+    """Else they would wait for its sums, and the head hears of a node only when all its workers have stopped."""
+    groups[3].retire()
+    groups[0].interrupt("connection reset")
+    with pytest.raises(Interrupted, match="another worker of this node has lost its group"):
+        groups[2].tell(b"opening").wait()
+    assert groups[3].broken is None
+    assert groups[1].broken is None
+
+
+def test_a_worker_that_is_gone_is_found_at_once(groups: list[Group]) -> None:
     groups[3].interrupt("gone")
     groups[3].destroy()
     began = time.monotonic()
     assert groups[0].node.share(b"heard") == b"heard"
+    with pytest.raises(Interrupted):
+        groups[0].wait_for_siblings()
     assert time.monotonic() - began < PATIENCE_S
