@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.prepared.state import as_bytes, device_of, named_parameters
+from fallow.worker.prepared.state import device_of, named_parameters
 from fallow.worker.transport.device import is_capturing, to_host
 
 _version_of = attrgetter("_version")
@@ -138,7 +138,7 @@ class Watch:
 
     def weight_checksum(self, sample: torch.Tensor) -> int:
         """Return the CRC-32 of a sample that has arrived on the host."""
-        return zlib.crc32(as_bytes(sample).numpy().data)
+        return zlib.crc32(sample.view(torch.uint8).numpy().data)
 
     def agreement(self, steering: Sequence[Any]) -> int:
         """Return a CRC-32 of the settings. Members whose scripts act alike have equal values.

@@ -1,4 +1,4 @@
-"""Fast sums by which members compare what they hold, and tell what arrives damaged. Not secure against an adversary."""
+"""Fast checksums that compare the members' states and find damaged transfers. Not secure against an adversary."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ _CHUNK = 1 << 22
 
 
 def checksum(*parts: Any) -> int:
-    """62 bits over the bytes of buffers, one after the other (XXH3, https://xxhash.com)."""
+    """Return 62 bits of a hash of the buffers' bytes, one buffer after the other (XXH3, https://xxhash.com)."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(part)
@@ -26,28 +26,30 @@ def checksum(*parts: Any) -> int:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """62 bits over the bits of tensors, in order, and over where each ends. Of device tensors `row_hashes` count, and
-    of these again: 40 KB of 10 GB come to the host."""
-    lengths, near, hashes = [], [], []
+    """Return 62 bits of a hash of the tensors' bytes and lengths, in order.
+
+    Device tensors are hashed on their device, by `row_hashes` twice: only 40 KB of 10 GB come to the host.
+    """
+    lengths, on_host, hashes = [], [], []
     for tensor in tensors:
         flat = as_bytes(tensor.detach().contiguous())
         lengths.append(flat.numel())
         if devices.asynchronous(flat.device):
             hashes.append(row_hashes(flat))
         else:
-            near.append(flat)
+            on_host.append(flat)
     copies, copied = host_copies([row_hashes(torch.cat(hashes))] if hashes else [])
     devices.wait(copied)
-    return checksum(repr(lengths).encode(), *(one.numpy() for one in near + copies))
+    return checksum(repr(lengths).encode(), *(one.numpy() for one in on_host + copies))
 
 
 def row_hashes(flat: torch.Tensor) -> torch.Tensor:
-    """A 512th of a tensor's bytes that tells them from others, computed on its device in one pass over its memory.
+    """Return a hash of each row of 4 KiB, computed on the tensor's device in one pass over its memory.
 
-    Each 64-bit word of whole rows of 4 KiB is multiplied by an odd number that belongs to the word's place in the row,
-    its upper half is folded into its lower half, and it is multiplied again, so that a change of its highest bits
-    reaches most of them. So a changed bit changes its row's sum, and neither exchanged words nor changes of opposite
-    sign cancel. What is left of the last row is given as it is.
+    A row's hash is the sum over its mixed 64-bit words. A word is multiplied by an odd factor that belongs to its place
+    in the row, its upper half is folded into its lower half, and it is multiplied again. The second multiplication
+    spreads a change of the highest bits. So a changed bit changes its row's hash, and neither exchanged words nor
+    changes of opposite sign cancel. The bytes behind the last whole row are returned unhashed.
 
     Args:
         flat: uint8, 1-D.
@@ -68,13 +70,13 @@ def row_hashes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def majority_and_others(sums: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Places of the sum that most have, and of all others; where several are as frequent, the first of them counts."""
+    """Return the indices of the most frequent checksum (of equally frequent ones the first), and all other indices."""
     ((usual, _),) = Counter(sums).most_common(1)
     return [n for n, one in enumerate(sums) if one == usual], [n for n, one in enumerate(sums) if one != usual]
 
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """One odd number for each word of a row, the same in every process."""
+    """Return one odd factor for each word of a row, the same factors in every process."""
     seed = hashlib.shake_128(b"fallow fingerprint").digest(_ROW)
     return devices.to_device(torch.frombuffer(bytearray(seed), dtype=torch.int64) | 1, device)

@@ -1,12 +1,12 @@
-"""What prepared modules hold besides tensors: extra state, and what the script has switched.
+"""What prepared modules hold besides tensors: extra state, and modes.
 
-*Extra state* is what `get_extra_state` gives, for example the scales of FP8 layers. A forward may change it, and then
-the members' extra states differ. So one member's counts as a whole: each newcomer has its first donor's, and rank 0
-writes its own into checkpoints.
+*Extra state* is the result of `get_extra_state`, for example the scales of FP8 layers. A forward may change it, so the
+members' extra states may differ. Each newcomer takes over all of its first donor's extra state. Checkpoints hold rank
+0's extra state.
 
-*Modes* are frozen parameters (`requires_grad`) and resting modules (`eval()`). A newcomer's script has not come by the
-lines that switched them. Members need not agree on them between two updates: one may evaluate and leave the model in
-`eval()`. So newcomers get what is frozen, and what rests, each only where all who have the state agree on it.
+*Modes* are frozen parameters (`requires_grad`) and resting modules (`eval()`). A newcomer's script has not run the
+lines that switched them. Members may differ in their modes between two updates: one member may evaluate, and leave the
+model in `eval()`. So a newcomer takes over each kind of mode only if all donors agree on it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ from fallow.worker.prepared.state import named_parameters, plain_name
 KINDS = ("frozen", "resting")
 
 _UNLIKE = "unlike"
-"""In front of a kind in which members differ: it stays as each script has made it."""
+"""Prefix of a kind of mode in which the donors differ. Each script keeps its own modes of this kind."""
 
 
 class Modes:
@@ -33,7 +33,7 @@ class Modes:
         self._parts: list[tuple[str, nn.Module]] = []
 
     def list_parts(self) -> None:
-        """Learn which parameters and modules there are. Between two calls of this there are no others."""
+        """List the modules' parameters and parts. Call again when the script may have changed them."""
         self._parameters = list(named_parameters(self._modules))
         self._parts = [
             (plain_name(f"model.{number}.{name}"), part)
@@ -42,13 +42,13 @@ class Modes:
         ]
 
     def export(self, kinds: Collection[str] = KINDS) -> list[str]:
-        """Lines that name what is frozen and what rests; a kind that is not among `kinds` is left out."""
+        """Return lines that name what is frozen and what rests. A kind outside of `kinds` is marked by `_UNLIKE`."""
         self.list_parts()
         switched = zip(KINDS, self._switched(), strict=True)
         return [line for kind, lines in switched for line in (lines if kind in kinds else [f"{_UNLIKE} {kind}"])]
 
     def load(self, exported: Sequence[str]) -> None:
-        """Switch everything as it was where these lines were exported."""
+        """Apply exported modes."""
         self.list_parts()
         lines = set(exported)
         for name, parameter in self._parameters if f"{_UNLIKE} frozen" not in lines else ():
@@ -57,20 +57,23 @@ class Modes:
             part.training = f"resting {name}" not in lines  # not `train()`, which goes on to all modules inside
 
     def fingerprints(self) -> tuple[int, int]:
-        """62 bits of what is frozen, and of what rests. Cheap: each step asks, and walking over modules takes 1 ms."""
+        """Return checksums of the frozen parameters' and of the resting modules' names.
+
+        Called several times a step: it walks over lists, because a walk over the modules takes 1 ms.
+        """
         if not self._parts:
             self.list_parts()
         frozen, resting = self._switched()
         return checksum("\n".join(frozen).encode()), checksum("\n".join(resting).encode())
 
     def _switched(self) -> tuple[list[str], list[str]]:
-        """The lines of both kinds."""
+        """Return the lines of both kinds."""
         frozen = [f"frozen {name}" for name, parameter in self._parameters if not parameter.requires_grad]
         return frozen, [f"resting {name}" for name, part in self._parts if not part.training]
 
 
 def common_modes(exports: Sequence[Sequence[str]]) -> list[str]:
-    """What several members have exported, without a kind in which they differ."""
+    """Return what all these members have exported. A kind in which they differ becomes a line with `_UNLIKE`."""
     switched: list[str] = []
     for kind in KINDS:
         first, *further = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
@@ -79,7 +82,7 @@ def common_modes(exports: Sequence[Sequence[str]]) -> list[str]:
 
 
 def extra_holders(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Modules that have extra state, by name: `model.NUMBER.` and the key that `state_dict` has for it."""
+    """Return the modules that have extra state, by name: `model.NUMBER.` and the state's key in `state_dict`."""
     return {
         plain_name(".".join(filter(None, ("model", str(number), name, "_extra_state")))): part
         for number, module in enumerate(modules)
@@ -89,7 +92,7 @@ def extra_holders(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def read_extra(modules: Sequence[nn.Module]) -> dict[str, Any]:
-    """Extra state by name; tensors are the live ones."""
+    """Return the extra state by name, with the live tensors."""
     return {name: part.get_extra_state() for name, part in extra_holders(modules).items()}
 
 

@@ -1,4 +1,4 @@
-"""How gradients of shards are added up: what the reduction asks of an arithmetic, and the fast one."""
+"""How gradients of shards are added up: the interface of an arithmetic, and the fast one."""
 
 from collections.abc import Sequence
 
@@ -9,32 +9,32 @@ from fallow.worker.transport.group import Group
 
 
 class Arithmetic:
-    """Adds weight x gradient into buckets, launches their sums over the members, and turns sums into gradients.
+    """Adds weight x gradient into buckets, launches the buckets' sums over the members, and turns sums into gradients.
 
-    This one sums in the gradients' own type and in any order: fast, but the last bits depend on who computed which
-    shard. `Exact` has an order. Members call `launch` and `conclude` in the same order.
+    This class sums in the gradients' own type and in any order. That is fast, but the last bits depend on the division
+    of the shards. `Exact` sums in one fixed order. All members call `launch` and `conclude` in the same order.
     """
 
     def __init__(self) -> None:
         self._memory: dict[int, Sum] = {}
-        "by bucket, used again in each attempt"
+        "by bucket, memory that each attempt reuses"
         self._sums: dict[int, Sum] = {}
-        "what this member gives in this attempt, then what all together give, by bucket"
+        "by bucket, this member's sum in this attempt; after the wait, the sum over all members"
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Use this layout from now on. Raises FallowError for a type that cannot be summed."""
         self.renew()
 
     def renew(self) -> None:
-        """Use new memory: a late peer may still write into the old one."""
+        """Use new memory, because a late peer may still write into the old memory."""
         self._memory, self._sums = {}, {}
 
     def begin(self, shares: Sequence[int], rank: int) -> None:
         """Begin an attempt at a sum.
 
         Args:
-            shares: shards of each member, by rank; each has the next ones, in order.
-            rank: of this member.
+            shares: number of shards of each member, by rank. Rank 0 has the first shards, and so on.
+            rank: this member's rank.
         """
         self._sums = {}
 
@@ -42,7 +42,7 @@ class Arithmetic:
         """Begin with the gradients of the next shard."""
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float) -> None:
-        """Add weight x gradient; the weight is not 0."""
+        """Add weight x gradient. The weight is not 0."""
         total = self._sum(bucket)
         small: dict[int, torch.Tensor] = {}
         for place, grad in arrived:
@@ -67,14 +67,14 @@ class Arithmetic:
         group.sum(torch.view_as_real(total.flat) if total.flat.is_complex() else total.flat)
 
     def conclude(self, group: Group) -> None:
-        """Launch what must follow the sums that were launched."""
+        """Launch further collectives that need the results of the launched ones."""
 
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Return the gradients by place. Their memory is not used again while somebody holds them."""
+        """Return the gradients by place. Their memory is not reused while somebody holds them."""
         return [view.detach() for view in self._sums[bucket.number].views]
 
     def _sum(self, bucket: Bucket) -> Sum:
-        """What is added to in this body; nothing at first."""
+        """Return the sum to which this body's gradients are added. It begins empty."""
         total = self._sums.get(bucket.number)
         if total is None:
             total = self._memory.get(bucket.number)

@@ -1,7 +1,7 @@
-"""Where gradients are added up: flat buckets with a place for each parameter, and what members tell of their sums.
+"""Flat buckets in which gradients are added up, and what members report of their sums.
 
-The layout is a function of the parameters and of one learned order, so all members have the same. Parameters that gave
-no gradient while the order was learned lie in buckets of their own, behind the others.
+The layout depends only on the parameters and on one learned order, so all members have the same layout. Parameters
+without a gradient in the sum that gave the order are in buckets of their own, behind the others.
 """
 
 import math
@@ -27,12 +27,13 @@ BUCKET_BYTES = 25 << 20
 """Sizes as in DDP: a small first bucket starts the network early in backward."""
 
 _LAST_BYTES = 6 << 20
-"""Unlike in DDP, buckets shrink to this at the end: nothing is left of backward to hide the last one's reduction. Until
-then each takes three quarters of what is left: it is reduced while backward makes the rest, if the network moves three
-times what backward makes. More buckets would hide more, but each costs a fifth of a millisecond to launch."""
+"""Unlike in DDP, buckets shrink to this size at the end, because no backward is left to hide the last bucket's sum.
+Each bucket before takes three quarters of the remaining parameters. Its sum is hidden by the backward of the rest if
+the network moves three times as many bytes as backward makes. More buckets would hide more, but each launch costs
+0.2 ms."""
 
 SMALL = 1 << 14
-"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
+"""Gradients with fewer elements are added together, because single calls would cost more than the work."""
 
 PATIENCE = 16
 """Number of sums without gradients after which members stop waiting for a bucket."""
@@ -44,12 +45,12 @@ example is one head of a model with many tasks."""
 _AT_WORK = "_active_ddp_module"
 
 Arrived = list[tuple[int, torch.Tensor]]
-"""Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
+"""(place in the bucket, gradient) pairs. An arithmetic may change the gradients in place."""
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """One flat tensor that is reduced as a whole: its layout, then what `Reduction` knows of it in this attempt."""
+    """One flat tensor that is summed as a whole: its layout, then its status in the present attempt."""
 
     number: int
     "the bucket's place in the order of reductions"
@@ -63,7 +64,7 @@ class Bucket:
     batched: int
     "elements at the front whose gradients are added together; the other parameters are added one by one"
     has_left: bool = False
-    "its sum was launched, or no member is expected to have gradients for it"
+    "the sum was launched, or no member is expected to have gradients for the bucket"
     waiting: Arrived = field(default_factory=list)
     "gradients that wait to be added"
     waiting_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Sums of gradients that do not depend on who computed which shard: every element is added up in one fixed order."""
+"""Sums of gradients with the same bits for every division of the shards: each element is added in one fixed order."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,29 +14,30 @@ from fallow.worker.transport.device import asynchronous
 from fallow.worker.transport.group import Group
 
 _CHUNK = 1 << 16
-"""Elements that the host adds up at a time, so that they stay in the processor's second-level cache."""
+"""Number of elements that the host adds up at a time. They stay in the processor's second-level cache."""
 
 _Node = TypeVar("_Node", Sum, torch.Tensor)
 
 
 class Exact(Arithmetic):
-    """The same bits whoever computed which shard: a sum follows a binary tree over the shards' numbers.
+    """Sums with the same bits for every membership. A sum follows a binary tree over the shards' numbers.
 
-    A leaf is weight x gradient of one shard, and a node is the sum of its two halves. The sum over 7 shards is
-    ((0 + 1) + (2 + 3)) + ((4 + 5) + 6). A member has a row of neighbouring shards, and adds up the whole nodes in it:
-    at most twice the logarithm of their number are left. Each member then gets its piece of all members' nodes, adds
-    those up along the tree, and gives the result to all others. The error of such a sum grows with the logarithm of
-    the number of shards (N. J. Higham, The accuracy of floating point summation, SIAM J. Sci. Comput. 14, 1993).
+    A leaf is weight x gradient of one shard. A node is the sum of its two halves. The sum over 7 shards is
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + 6). A member has a row of neighbouring shards, and adds up every node that lies in
+    its row as a whole. At most twice the logarithm of the row's length are left. Each member then receives its piece of
+    all members' nodes, adds the pieces up along the tree, and sends the result to all other members. The error of such
+    a sum grows with the logarithm of the number of shards (N. J. Higham, The accuracy of floating point summation, SIAM
+    J. Sci. Comput. 14, 1993).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._trees: dict[int, _Tree] = {}
-        "by bucket, this member's part in this attempt"
+        "by bucket, this member's nodes in this attempt"
         self._unused: defaultdict[int, list[Sum]] = defaultdict(list)
-        "memory for nodes, by bucket"
+        "by bucket, memory for further nodes"
         self._exchanges: dict[tuple[int, int], _Exchange] = {}
-        "by bucket, and by number of the node on its member"
+        "(bucket, number of the node on its member) -> exchange"
         self._launched: list[tuple[Bucket, list[_Exchange]]] = []
         self._shares: Sequence[int] = ()
 
@@ -61,7 +62,7 @@ class Exact(Arithmetic):
         for number, tree in self._trees.items():
             self._unused[number] += tree.nodes.values()
         self._trees, self._launched = {}, []
-        if shares != self._shares:  # another division may need less
+        if shares != self._shares:  # another division may need less memory
             self._shares = list(shares)
             self._unused.clear()
             self._exchanges.clear()
@@ -74,7 +75,7 @@ class Exact(Arithmetic):
         self._shard += 1
 
     def _sum(self, bucket: Bucket) -> Sum:
-        """The leaf of the shard at work."""
+        """Return the leaf of the current shard."""
         return self._tree(bucket).leaf(self._shard)
 
     def _tree(self, bucket: Bucket) -> "_Tree":
@@ -99,7 +100,7 @@ class Exact(Arithmetic):
         self._launched.append((bucket, exchanges))
 
     def conclude(self, group: Group) -> None:
-        """Add up this member's pieces, and launch that all get all pieces."""
+        """Add up this member's pieces, and launch the all-gather of all pieces."""
         if self._launched and asynchronous(group.device):
             group.stream_waits()
         elif self._launched:
@@ -131,7 +132,7 @@ class Exact(Arithmetic):
 
 
 def blocks(first: int, stop: int) -> list[tuple[int, int]]:
-    """First shard and number of shards of the largest whole nodes that make up a row of shards, in order."""
+    """Return (first shard, number of shards) of the largest nodes that together make up a row of shards, in order."""
     nodes = []
     while first < stop:
         size = 1 << (stop - first).bit_length() - 1
@@ -141,16 +142,16 @@ def blocks(first: int, stop: int) -> list[tuple[int, int]]:
 
 
 def merge(nodes: dict[int, _Node], first: int, size: int, begin: int) -> list[_Node]:
-    """Add the last node into its left half, the whole into its own, and so on, as far as those begin behind `begin`.
+    """Add the last node into the node to its left if both are halves of one node. Repeat with that node.
 
     Args:
-        nodes: by first shard, in order.
-        first: of the last one.
-        size: of the last one, in shards.
-        begin: no node begins before.
+        nodes: first shard -> node, in order.
+        first: first shard of the last node.
+        size: number of shards of the last node.
+        begin: first shard of the row; nodes in front of it are on other members.
 
     Returns:
-        What was added into others.
+        The nodes that were added into others, and are free now.
     """
     added = []
     while first % (2 * size) and first - size >= begin:
@@ -161,7 +162,7 @@ def merge(nodes: dict[int, _Node], first: int, size: int, begin: int) -> list[_N
 
 
 def fold(nodes: dict[int, _Node]) -> _Node:
-    """Add up all nodes, from the last one on: what is missing at the tree's end counts as nothing."""
+    """Add up all nodes, from the last to the first. Shards that the tree lacks at its end count as nothing."""
     firsts = list(nodes)
     for target, source in reversed(list(pairwise(firsts))):
         nodes[target].add_(nodes[source])
@@ -169,7 +170,7 @@ def fold(nodes: dict[int, _Node]) -> _Node:
 
 
 class _Tree:
-    """A member's nodes of the sum over one bucket, by first shard. The last one may be a leaf to which is added."""
+    """A member's nodes of the sum over one bucket, by first shard. Gradients may still be added to the last leaf."""
 
     def __init__(self, bucket: Bucket, first: int, unused: list[Sum]) -> None:
         self.nodes: dict[int, Sum] = {}
@@ -177,7 +178,7 @@ class _Tree:
         self._unused = unused
 
     def leaf(self, shard: int) -> Sum:
-        """The last leaf, of that shard. Shards before it that have none, since they made no gradient, get one of 0."""
+        """Return the shard's leaf, which is the last one. Earlier shards that made no gradient get leaves of zeros."""
         while self._stop <= shard:
             self.close_leaf()
             self.nodes[self._stop] = self._new_sum()
@@ -185,7 +186,7 @@ class _Tree:
         return self.nodes[shard]
 
     def close_leaf(self) -> None:
-        """Nothing is added to the last leaf any more."""
+        """Complete the last leaf, and add it into the nodes to its left."""
         last = self._stop - 1
         if last in self.nodes:
             self.nodes[last].complete()
@@ -203,23 +204,23 @@ class _Tree:
 
 
 class _Exchange:
-    """One node of each member that has so many, over one bucket: all get their pieces of it.
+    """An exchange of one node of each member, over one bucket. Each member receives its piece of every node.
 
-    In gloo reduce-scatter is an all-reduce; hence the exchange.
+    An all-to-all, because gloo's reduce-scatter is an all-reduce in disguise. Members with fewer nodes send nothing.
     """
 
     def __init__(self, bucket: Bucket, group: Group, senders: list[bool]) -> None:
         self.group = group
         self.senders = senders
-        "by rank: that member has such a node"
+        "by rank: the member has a node to send"
         each, numel, own = _piece_length(bucket.numel, group.size), bucket.numel, group.rank
         pieces = [max(0, min(each, numel - rank * each)) for rank in range(group.size)]
         self.start = min(numel, own * each)
         self.stop = self.start + pieces[own]
-        "of this member's piece, in elements"
+        "end of this member's piece; both in elements"
         self._sent_counts = [count * senders[own] for count in pieces]
         self._received_counts = [pieces[own] * sends for sends in senders]
-        # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
+        # Outgoing pieces must be contiguous. A member in the middle therefore also sends its own piece, to itself.
         self._send_slice = slice(None)
         if own in (0, group.size - 1):
             self._send_slice = slice(self.stop, None) if own == 0 else slice(self.start)
@@ -230,18 +231,18 @@ class _Exchange:
         self._own: torch.Tensor | None = None
 
     def launch(self, flat: torch.Tensor | None) -> None:
-        """Launch it. Args: flat: this member's node; None: it has none."""
+        """Launch the exchange. `flat` is this member's node; None if it has no node to send."""
         self._own = flat
         outgoing = self._received[:0] if flat is None else flat[self._send_slice]
         self.group.exchange(outgoing, self._sent_counts, self._received, self._received_counts)
 
     def piece_of(self, rank: int) -> torch.Tensor:
-        """This member's piece of another one's node, once the exchange is complete; to be used up."""
+        """Return this member's piece of a member's node, once the exchange is complete. The caller may change it."""
         if rank == self.group.rank and self._own is not None:
             return self._own[self.start : self.stop]
         return self._pieces[rank]
 
 
 def _piece_length(numel: int, size: int) -> int:
-    """Elements in each member's piece of a bucket, the last one padded."""
+    """Return the number of elements of a member's piece of a bucket. The last piece is padded."""
     return -(-numel // size)

@@ -1,12 +1,12 @@
-"""Gradients of a step, summed over its shards and over the members while backward goes on. No DDP.
+"""Sums the gradients of a step over its shards and over the members, while backward goes on.
 
-A hook of each parameter takes the gradient out of `.grad`. Small gradients wait for each other, then weight x gradient
-is added to the parameter's place in a flat bucket. In a member's last body a bucket leaves for its sum over the members
-as soon as it has all gradients that are expected of it. Buckets leave in a fixed order, the same on all members.
+A hook of each parameter takes the gradient out of `.grad`. Small gradients wait until several can be added together.
+Then weight x gradient is added to the parameter's place in a flat bucket. In a member's last body, a bucket leaves for
+its sum over the members as soon as it has all expected gradients. All members launch their buckets in one fixed order.
 
-What is expected is a guess from the bodies of this sum and of those before. A guess that is too high makes a bucket
-leave at the end of the sum. One that is too low makes the sum void: a gradient came when its bucket had left. All
-members then make the sum again, and its buckets leave at the end, as they do in a newcomer's first sum.
+The expected number of gradients is a guess from earlier bodies. If the guess is too high, the bucket leaves only at the
+end of the sum. If the guess is too low, a gradient arrives after its bucket has left, and the sum is void. All members
+then repeat the sum, and every bucket leaves at its end. So it is in a newcomer's first sum, too.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
 WAITING_BYTES = 256 << 10
-"""So much of small gradients waits to be added at once. More would have left the processor's cache until then."""
+"""Largest size of small gradients that wait to be added together. More would not stay in the processor's cache."""
 
 _CAPTURED = (
     "a backward inside of torch.cuda.graph: a hook takes each gradient when autograd makes it, which it does once, "
@@ -50,22 +50,24 @@ class _Body:
     """The shard on which the script works."""
 
     weight: float
-    "its part of the step's samples"
+    "the shard's part of the step's samples"
     is_final: bool
-    "the member's last one in this attempt"
+    "the shard is the member's last one in this attempt"
     is_live: bool
-    "no rehearsal"
+    "False in a rehearsal"
     in_backward: bool = False
 
 
 class Reduction:
     """Sums gradients over shards and members. Made once per run.
 
-    `begin`, then `begin_body` and `end_body` for each shard of this member, then `finish` and `give_out`. Hooks raise
-    has_no_gradients: what goes wrong in one is raised by `end_body` or `finish`.
+    Call `begin`, then `begin_body` and `end_body` for each shard of this member, then `finish` and `give_out`. Hooks
+    never raise: an error in a hook is raised by `end_body` or `finish`.
 
-    `named` has all parameters that could train, in model order: what is frozen now may train later. The `buffers` of
-    the modules are shared beside the sums.
+    Args:
+        named: all parameters that could train, in model order. A parameter that is frozen now may train later.
+        arithmetic: adds the gradients up.
+        buffers: buffers of the modules, which members share together with the sums.
 
     Raises:
         FallowError: parameters and buffers are on several devices, or the arithmetic has no sum for their type.
@@ -88,22 +90,22 @@ class Reduction:
         self.buffers = buffers
         self._group = Group(0, 0, 1, None)
         self.order: list[int] | None = None
-        "parameters as rank 0's gradients came in the run's first sum; None: there was none"
+        "parameters in the order of rank 0's gradients in the run's first sum; None: there was no sum yet"
         self._touched: dict[int, None] = {}
-        "parameters that received a gradient in this attempt, as the first ones came"
+        "parameters that received a gradient in this attempt, in the order of their first gradients"
         self._places: list[tuple[Bucket, int]] = []
-        "by parameter: its bucket and its place in it"
+        "by parameter: its bucket, and its place in the bucket"
         self._unused: dict[str, list[int]] = {}
-        "phase -> by bucket, sums in a row for which no member had gradients, see `unused_sums`"
+        "phase -> by bucket, number of latest sums without gradients on any member, see `unused_sums`"
         self._first_order = [n for n in reversed(range(len(self._params))) if self._params[n].requires_grad]
-        "before there is an order; a script may freeze something in front of the first sum, or amid it"
+        "order until the first sum gives one; kept, since a script may freeze parameters until then"
         self._lay_out()
         self._phase = ""
         self._takes_gradients = False
         "gradients are taken: between `begin` and `give_out`, in bodies that are not rehearsals"
         self._body: _Body | None = None
         self._stream: torch.Stream | None = None
-        "to which the latest work was given, and on which the gradients were made that wait; None on the host"
+        "stream of the latest work and of the waiting gradients; None on the host"
         self._next = 0
         "number of the bucket that leaves next"
         self._leave_at_end = False
@@ -239,7 +241,7 @@ class Reduction:
         if sums.is_void:
             self._returning |= used_buckets
             return False
-        # Not before: where the group breaks, some members may have heard of a void attempt and others not.
+        # Not earlier: if the group breaks, only some members may know of a void attempt.
         self.repeated_sums, self._returning = self.repeated_sums + bool(self._returning), set()
         self._takes_gradients = False
         self.has_no_gradients = not touched
@@ -267,7 +269,7 @@ class Reduction:
         self._returning = set()
 
     def accept_gradients(self) -> None:
-        """Count the present gradients as handed out, because an optimizer's step has made them."""
+        """Count the present gradients as handed out. Call when an optimizer's closure has made them."""
         self._handed_gradients = [parameter.grad for parameter in self._params]
 
     def has_stray_gradients(self) -> bool:
@@ -293,9 +295,9 @@ class Reduction:
     # ------------------------------------------------------------------------------------------------- in backward
 
     def _follow_stream(self) -> None:
-        """Go on on the current stream: autograd makes a gradient on the stream on which the forward took the parameter.
+        """Follow autograd to the current stream: a gradient is made on the stream that used the parameter in forward.
 
-        What waits is added on the stream on which it was made, since its memory is that stream's to use again.
+        Waiting gradients are added on the stream that made them, since that stream may reuse their memory.
         """
         stream, before = current_stream(self._device), self._stream
         if stream is None or before is None or stream == before:
@@ -309,7 +311,7 @@ class Reduction:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         parameter, places = self._params[index], self._places
-        size = 0 if asynchronous(parameter.device) else parameter.nbytes  # a kernel for all of a bucket is best there
+        size = 0 if asynchronous(parameter.device) else parameter.nbytes  # a device adds a whole bucket in one kernel
 
         def hook(_: torch.Tensor) -> None:
             body = self._body
@@ -352,9 +354,9 @@ class Reduction:
         return True
 
     def _end_backward(self) -> None:
-        """Autograd's own callback, which it leaves out if the backward raises.
+        """Called by autograd at the end of a backward, unless the backward raised.
 
-        Reentrant activation checkpointing runs backwards inside of another one, which have ends of their own.
+        Reentrant activation checkpointing runs backwards inside of another backward. Each of them has its own end.
         """
         if self._body is not None:
             self._body.in_backward = False
@@ -365,12 +367,15 @@ class Reduction:
         self.after_backward()
 
     def _fill(self, bucket: Bucket, arrived: Arrived) -> None:
-        """Add what has arrived, and launch what is complete."""
-        try:
+        """Add gradients that have arrived, and launch complete buckets."""
+        if torch.is_grad_enabled():  # in a backward with create_graph=True; the context costs 20 us and more
             with torch.no_grad():
-                self._add(bucket, arrived)
-                if self._body is not None and self._body.is_final and bucket.count >= bucket.expected:
-                    self._launch_ready()
+                self._fill(bucket, arrived)
+            return
+        try:
+            self._add(bucket, arrived)
+            if self._body is not None and self._body.is_final and bucket.count >= bucket.expected:
+                self._launch_ready()
         except Exception as error:
             self._mistake = self._mistake or error
 
@@ -417,7 +422,7 @@ class Reduction:
         self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:
-        """Those of the phase at work; what is frozen is expected to stay so."""
+        """Return the numbers of the current phase. Buckets of frozen parameters are expected to stay unused."""
         if self._phase in self._unused:
             return self._unused[self._phase]
         return [0 if any(p.requires_grad for p in bucket.params) else PATIENCE for bucket in self._buckets]

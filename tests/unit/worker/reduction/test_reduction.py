@@ -224,8 +224,11 @@ def test_a_bucket_that_has_come_back_is_waited_for_from_then_on(monkeypatch: pyt
     assert member.reduction.repeated_sums == 1
 
 
+@pytest.mark.parametrize("small", [buckets.SMALL, 0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tied_weights_and_create_graph(kind: type[Arithmetic]) -> None:
+def test_tied_weights_and_create_graph(kind: type[Arithmetic], small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether gradients are added together or, from `SMALL` elements on, one by one."""
+    monkeypatch.setattr(buckets, "SMALL", small)
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     net[2].weight = net[0].weight
 
