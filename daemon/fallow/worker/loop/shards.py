@@ -37,6 +37,11 @@ _IN_FRONT = (
     "loop, or between the inner loop and the optimizer's step"
 )
 
+_GATHERED = (
+    "fallow: step {step}: no prepared optimizer has stepped behind the last inner loop, and its gradients are still "
+    "there. This inner loop replaces them: to gather more gradients, take a larger global_batch, or more shards\n"
+)
+
 
 class Ending(Enum):
     """How the last attempt at the shards of an inner loop ended."""
@@ -182,6 +187,8 @@ class Shards(InnerLoop):
         member, at, cut = self._member, self._member.place.position, self._update.cut
         if not self.has_begun and member.reduction.has_stray_gradients():
             raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
+        if not self.has_begun and not at.acts and member.prepared.optimizers and member.reduction.has_leftovers():
+            self._loop.tell_once(_GATHERED)
         self._loop.watch.begin_step()
         self._loop.meeting.open(Kind.STEP, value=len(cut.sizes))
         self.has_begun = True

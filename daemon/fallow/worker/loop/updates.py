@@ -55,6 +55,7 @@ class Loop:
         "the members' step when the rehearsal began, as the head last said"
         self.is_short_loop = False
         "the short loop runs the updates; its gate decides which objects may step"
+        self._written_warnings: set[str] = set()
         self._had_strays: dict[int, bool] = {}
         "id of a stepping optimizer -> before its step there were gradients that no inner loop had summed"
 
@@ -285,6 +286,12 @@ class Loop:
             self._goes_elsewhere(None)
         if not self._in_call:
             place.finish_left_loop()
+
+    def tell_once(self, text: str) -> None:
+        """Write a text with the step to standard error, on rank 0 and once."""
+        if text not in self._written_warnings and self.member.group.rank == 0:
+            sys.stderr.write(text.format(step=self.member.place.position.step))
+        self._written_warnings.add(text)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that a prepared optimizer may step now.

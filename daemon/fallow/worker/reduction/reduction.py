@@ -278,6 +278,11 @@ class Reduction:
         pairs = zip(now, self._handed_gradients, strict=True)
         return any(grad is not None and grad is not handed for grad, handed in pairs)
 
+    def has_leftovers(self) -> bool:
+        """Return True if gradients of the last sum are still there: the next sum replaces them."""
+        pairs = zip(self._params, self._handed_gradients, strict=True)
+        return any(handed is not None and parameter.grad is handed for parameter, handed in pairs)
+
     def export(self) -> dict[str, Any]:
         """Return replicated state that a newcomer needs, as plain values."""
         return {

@@ -62,6 +62,20 @@ def test_a_loss_that_is_no_number_any_more_is_told_of_once(capfd: pytest.Capture
     assert script.run.step == 5
 
 
+@pytest.mark.parametrize("how", ["gathers", "leaves some steps out", "steps"])
+def test_gradients_that_are_left_for_a_later_step_are_told_of_once(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    script = Script().prepare()
+    for update in script.run.updates(script.loader, max_steps=6):
+        for batch in update:
+            script.loss(batch).backward()
+        if how == "steps" or update.step % 3 == 2:
+            script.optimizer.step()
+        if how == "leaves some steps out":
+            script.optimizer.zero_grad()
+    warnings = [line.partition(":")[2][:8] for line in capfd.readouterr().err.splitlines()]
+    assert warnings == ([" step 1:"] if how == "gathers" else [])
+
+
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_gradients_are_there_behind_the_inner_loop_only_and_are_those_of_the_whole_batch(reproducible: bool) -> None:
     script, reference, seen = Script().prepare(reproducible=reproducible), net(), []
