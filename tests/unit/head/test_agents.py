@@ -55,6 +55,13 @@ def training(talk: Talk, run: Run, *hosts: str) -> list[Played]:
     return played
 
 
+def test_a_message_counts_from_its_receipt_not_from_the_turn_that_handles_it(talk: Talk, run: Run) -> None:
+    node = harvested(talk, run, "h1")
+    received_at = talk.turn.at - 7.0
+    talk.take([(node.peer, node.next_beat(), received_at)])
+    assert list(run.agent_seen.values()) == [received_at]
+
+
 # -- it comes ---------------------------------------------------------------------------------------------------------
 
 
