@@ -17,13 +17,13 @@ from fallow.config import Prune
 from fallow.control.protocol import Pruned
 from fallow.files import read_struct, unwritable, write_struct
 from fallow.head.api.reports import report_of
-from fallow.head.loop.faults import SCAN_S, in_thread
 from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Registry, Run
 from fallow.model import Exit, FallowError, RunReport
 from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import quote
+from fallow.threads import SCAN_S, in_thread
 
 log = structlog.get_logger("fallow.head")
 

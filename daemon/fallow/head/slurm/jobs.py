@@ -34,11 +34,11 @@ from fallow.core.states import ENDED_STATES, ENDING
 from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, script_options
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
-from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import note_agent_end
 from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, FallowError, JobInfo, JobRequest, RunStatus
+from fallow.threads import in_thread
 
 log = structlog.get_logger("fallow.head")
 
