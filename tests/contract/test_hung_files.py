@@ -144,6 +144,23 @@ async def test_a_run_ends_though_its_report_cannot_be_written_and_waits_for_it_f
             assert not (await head.snapshot()).head.internal_errors
 
 
+async def test_a_head_that_stops_first_writes_a_report_and_tells_agents_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as head:
+        made, sent = await head.create(local=False), sent_by(head, monkeypatch)
+        agent = Agent(head, made, sent)
+        with hanging(head.head.paths.runs) as hung:
+            await head.call("cancel", run=made.run)
+            head.head.stop()
+            await asyncio.wait([head.task], timeout=0.5)
+            assert not head.task.done() and EndAgent not in agent.heard
+            hung.answer()
+            await head.task
+    assert EndAgent in agent.heard and "internal.error" not in head.log.getvalue()
+    assert read_struct(head.head.paths.run(made.run).report, RunReport).status is RunStatus.CANCELLED
+
+
 @pytest.mark.usefixtures("patience")
 async def test_what_needs_files_of_one_run_fails_and_is_tried_again(tmp_path: Path) -> None:
     async with serving(tmp_path) as head:

@@ -138,6 +138,8 @@ class Head:
             async with contextlib.AsyncExitStack() as closing:
                 await self._open(closing)
                 await self._serve()
+                while self._held_ends:  # noqa: ASYNC110 - for REPORT_S at most
+                    await asyncio.sleep(0.02)
                 await self._save_statistics()
         finally:
             loop.set_exception_handler(former_handler)
