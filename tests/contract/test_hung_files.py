@@ -164,22 +164,26 @@ async def test_a_head_that_stops_first_writes_a_report_and_tells_agents_of_the_e
 @pytest.mark.usefixtures("patience")
 async def test_what_needs_files_of_one_run_fails_and_is_tried_again(tmp_path: Path) -> None:
     async with serving(tmp_path) as head:
-        ended, going = await head.create("ended"), await head.create("going")
+        ended, given_up, going = [(await head.create(name)).run for name in ("ended", "given-up", "going")]
         runs = head.head.paths.runs
-        await head.call("cancel", run=ended.run)
-        for allocation in head.head._registry.runs[ended.run].allocations.values():
-            allocation.is_counted = True
-        await head.until(lambda _: head.head.paths.run(ended.run).report.exists(), "the report is there")
-        await head.call("local_allocation", run=going.run)
+        for run in (ended, given_up):
+            await head.call("cancel", run=run)
+            for allocation in head.head._registry.runs[run].allocations.values():
+                allocation.is_counted = True
+            await head.until(lambda _, run=run: head.head.paths.run(run).report.exists(), "the report is there")
+        await head.call("local_allocation", run=going)
         with hanging(runs) as hung:
-            await fails(head, f"^{runs / ended.run / 'checkpoints'}: {HANGS}", "prune", runs=[ended.run])
-            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going.run)
-            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going.run)
-            assert len(hung.calls) == 2
+            for run in (ended, given_up):
+                await fails(head, f"^{runs / run / 'checkpoints'}: {HANGS}", "prune", runs=[run])
+            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going)
+            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going)
+            assert len(hung.calls) == 3
+            removed = await head.call("prune", runs=[given_up], checkpoints=True)
+            assert [one["run"] for one in removed] == [given_up], "no file decides about it"
         await head.until(lambda _: not head.head._handler._files._hanging, "the file system answers")
-        place = await head.call("local_allocation", run=going.run)
+        place = await head.call("local_allocation", run=going)
         assert read_struct(Path(place["key_file"]), KeyFile).token == place["token"]
-        assert [one["run"] for one in await head.call("prune", runs=[ended.run])] == [ended.run]
+        assert [one["run"] for one in await head.call("prune", runs=[ended])] == [ended]
 
 
 class IdleCluster(ScriptedSlurm):
