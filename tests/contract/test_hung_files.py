@@ -144,25 +144,46 @@ async def test_a_run_ends_though_its_report_cannot_be_written_and_waits_for_it_f
             assert not (await head.snapshot()).head.internal_errors
 
 
+async def test_a_head_that_stops_first_writes_a_report_and_tells_agents_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as head:
+        made, sent = await head.create(local=False), sent_by(head, monkeypatch)
+        agent = Agent(head, made, sent)
+        with hanging(head.head.paths.runs) as hung:
+            await head.call("cancel", run=made.run)
+            head.head.stop()
+            await asyncio.wait([head.task], timeout=0.5)
+            assert not head.task.done() and EndAgent not in agent.heard
+            hung.answer()
+            await head.task
+    assert EndAgent in agent.heard and "internal.error" not in head.log.getvalue()
+    assert read_struct(head.head.paths.run(made.run).report, RunReport).status is RunStatus.CANCELLED
+
+
 @pytest.mark.usefixtures("patience")
 async def test_what_needs_files_of_one_run_fails_and_is_tried_again(tmp_path: Path) -> None:
     async with serving(tmp_path) as head:
-        ended, going = await head.create("ended"), await head.create("going")
+        ended, given_up, going = [(await head.create(name)).run for name in ("ended", "given-up", "going")]
         runs = head.head.paths.runs
-        await head.call("cancel", run=ended.run)
-        for allocation in head.head._registry.runs[ended.run].allocations.values():
-            allocation.is_counted = True
-        await head.until(lambda _: head.head.paths.run(ended.run).report.exists(), "the report is there")
-        await head.call("local_allocation", run=going.run)
+        for run in (ended, given_up):
+            await head.call("cancel", run=run)
+            for allocation in head.head._registry.runs[run].allocations.values():
+                allocation.is_counted = True
+            await head.until(lambda _, run=run: head.head.paths.run(run).report.exists(), "the report is there")
+        await head.call("local_allocation", run=going)
         with hanging(runs) as hung:
-            await fails(head, f"^{runs / ended.run / 'checkpoints'}: {HANGS}", "prune", runs=[ended.run])
-            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going.run)
-            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going.run)
-            assert len(hung.calls) == 2
+            for run in (ended, given_up):
+                await fails(head, f"^{runs / run / 'checkpoints'}: {HANGS}", "prune", runs=[run])
+            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going)
+            await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going)
+            assert len(hung.calls) == 3
+            removed = await head.call("prune", runs=[given_up], checkpoints=True)
+            assert [one["run"] for one in removed] == [given_up], "no file decides about it"
         await head.until(lambda _: not head.head._handler._files._hanging, "the file system answers")
-        place = await head.call("local_allocation", run=going.run)
+        place = await head.call("local_allocation", run=going)
         assert read_struct(Path(place["key_file"]), KeyFile).token == place["token"]
-        assert [one["run"] for one in await head.call("prune", runs=[ended.run])] == [ended.run]
+        assert [one["run"] for one in await head.call("prune", runs=[ended])] == [ended]
 
 
 class IdleCluster(ScriptedSlurm):

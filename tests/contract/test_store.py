@@ -5,6 +5,7 @@ The private server is closed to others, never two on one file, and gone with its
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import stat
@@ -24,6 +25,7 @@ from fallow.store import server as server_module
 from fallow.store.client import Fenced, Store, Unavailable, Write
 from fallow.store.server import RedisServer, find_server
 from fallow.testbed.host import free_ports
+from head_in_process import HungFiles
 from waiting import gone, until
 
 DEADLINE_S = 60.0
@@ -403,6 +405,54 @@ async def test_server_of_an_earlier_head_is_ended_first(
     assert await following.begin_term(0) == store.term + 1
     await following.close()
     await second.stop()
+
+
+async def test_a_folder_that_hangs_is_named_and_the_loop_does_not_use_it(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RedisServer(paths, PROGRAMS[0])
+    monkeypatch.setattr(server_module, "FILES_S", 0.2)
+    with HungFiles(paths.redis_dir) as hung:
+        with pytest.raises(Unavailable, match=f"^{re.escape(str(paths.redis_dir))}: its file system does not answer"):
+            await server.start()
+        assert not hung.used_by_loop
+    monkeypatch.setattr(server_module, "FILES_S", DEADLINE_S)
+    monkeypatch.setattr("head_in_process.PATIENCE_S", 0.0)  # it answers at once, and is watched
+    server = RedisServer(paths, PROGRAMS[0])
+    with HungFiles(paths.redis_dir) as watched:
+        await server.start()
+        await kill(server)
+        await server.start()
+        await server.stop()
+        assert not watched.used_by_loop
+
+
+async def test_a_server_that_no_signal_ends_does_not_keep_the_head(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[str] = []
+
+    class Process:
+        """It waits for a disk that hangs."""
+
+        returncode = None
+
+        def terminate(self) -> None:
+            signals.append("SIGTERM")
+
+        def kill(self) -> None:
+            signals.append("SIGKILL")
+
+        async def wait(self) -> None:
+            await asyncio.Event().wait()
+
+    for patience in ("STOP_S", "KILL_S"):
+        monkeypatch.setattr(server_module, patience, 0.05)
+    server = RedisServer(paths, PROGRAMS[0])
+    server.process = Process()  # type: ignore[assignment]
+    async with asyncio.timeout(DEADLINE_S):
+        await server.stop()
+    assert signals == ["SIGTERM", "SIGKILL"] and not server.alive
 
 
 async def test_ends_with_its_head(server: RedisServer, paths: Paths) -> None:

@@ -26,7 +26,7 @@ from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable, refuse_newer
-from fallow.head.loop.faults import FILES_S, Faults, FileCalls, Quarantine
+from fallow.head.loop.faults import Faults, Quarantine
 from fallow.head.loop.inbox import AgentMessage, Inbox, Item, Tick, Work, resolve
 from fallow.head.loop.monitoring import Metrics, Notifier
 from fallow.head.loop.turn import Turn
@@ -45,6 +45,7 @@ from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.state import own_groups
 from fallow.text import clean
+from fallow.threads import FILES_S, FileCalls
 from fallow.wire.router import Router, RouterDown, key_of
 
 log = structlog.get_logger("fallow.head")
@@ -137,6 +138,8 @@ class Head:
             async with contextlib.AsyncExitStack() as closing:
                 await self._open(closing)
                 await self._serve()
+                while self._held_ends:  # noqa: ASYNC110 - for REPORT_S at most
+                    await asyncio.sleep(0.02)
                 await self._save_statistics()
         finally:
             loop.set_exception_handler(former_handler)

@@ -22,11 +22,11 @@ import structlog
 from fallow.config import Config, load_config
 from fallow.files import Paths, read_struct, write_problem
 from fallow.head.app import Head
-from fallow.head.loop.faults import FileCalls
 from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.pyslurm_client import slurm_client
 from fallow.text import clean
+from fallow.threads import FileCalls
 from fallow.wire.address import allow_connections
 
 log = structlog.get_logger("fallow.head")

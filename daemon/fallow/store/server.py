@@ -8,7 +8,10 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -19,6 +22,9 @@ from fallow.files import Paths, last_words, private_dir, write_private, write_pr
 from fallow.model import Exit, FallowError
 from fallow.processes import find_process
 from fallow.store.client import Unavailable
+from fallow.threads import FILES_S, FileCalls
+
+T = TypeVar("T")
 
 START_S = 60.0
 "Time for the server to start: it reads its append-only file first."
@@ -65,6 +71,7 @@ class RedisServer:
         self._paths = paths
         self.program = program
         "path of the server program; empty: `find_server` looks for it"
+        self._files = FileCalls()
         self.process: asyncio.subprocess.Process | None = None
         "server that this object started; None: no server"
         self.config_file, self.log_file = paths.redis_dir / "redis.conf", paths.redis_dir / "redis.log"
@@ -90,15 +97,10 @@ class RedisServer:
         if self.alive:
             return
         self.program = self.program or find_server()
-        private_dir(self._paths.redis_dir)
-        private_dir(self._paths.runtime)
-        if problem := await asyncio.to_thread(write_problem, self._paths.redis_dir):
+        if problem := await self._use_files(self._check_folders):
             raise Unavailable(problem)
         await self._end_old()
-        try:
-            self._prepare()
-        except OSError as error:
-            raise Unavailable(f"{error.filename}: {error.strerror}") from error
+        await self._use_files(self._prepare)
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ")}
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH),
@@ -116,6 +118,20 @@ class RedisServer:
         except BaseException:
             await self.stop()
             raise
+
+    async def _use_files(self, call: Callable[[], T]) -> T:
+        """Make a call that uses the state folder. Raises Unavailable if the folder does not answer or is full."""
+        try:
+            return await self._files.call(str(self._paths.redis_dir), call, FILES_S)
+        except FallowError as error:
+            if error.code in (Exit.TEMPFAIL, Exit.IOERR):
+                raise Unavailable(error.message) from error
+            raise
+
+    def _check_folders(self) -> str:
+        private_dir(self._paths.redis_dir)
+        private_dir(self._paths.runtime)
+        return write_problem(self._paths.redis_dir)
 
     def _prepare(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -152,9 +168,9 @@ class RedisServer:
                 ended = self.process.returncode
                 if ended is not None and ended < 0:
                     raise Unavailable(f"{self._paths.redis_dir}: the store was killed by signal {-ended} at its start")
+                words = await self._use_files(partial(last_words, self.log_file))
                 raise FallowError(
-                    f"{self.program} for {self._paths.redis_dir}: ended at start ({last_words(self.log_file)}); see "
-                    f"{self.log_file}",
+                    f"{self.program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
                     Exit.UNAVAILABLE,
                 )
             if time.monotonic() > deadline:
@@ -165,24 +181,22 @@ class RedisServer:
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
-        """End the server. All acknowledged writes are on disk."""
+        """End the server. All acknowledged writes are on disk. A server that a file system holds up ends later."""
         process = self.process
         if process is None:
             return
-        if process.returncode is None:
+        for end, patience_s in ((process.terminate, STOP_S), (process.kill, KILL_S)):
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+                end()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await process.wait()
+                    break
         self.process = None
 
     async def _end_old(self) -> None:
         """End the server of an earlier head: two servers must never write the same append-only file."""
-        pid = self._old_pid()
+        pid = await self._use_files(self._old_pid)
         if pid is None:
             return
         for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, KILL_S)):
@@ -190,9 +204,9 @@ class RedisServer:
                 os.kill(pid, number)
             deadline = time.monotonic() + patience_s
             # The server is not our child, so polling is the only way.
-            while self._old_pid() == pid and time.monotonic() < deadline:  # noqa: ASYNC110
+            while (is_there := await self._use_files(self._old_pid) == pid) and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
-            if self._old_pid() != pid:
+            if not is_there:
                 return
         raise FallowError(
             f"old store (pid {pid}) of {self._paths.redis_dir}: does not end; kill it, then start the head again",

@@ -211,6 +211,18 @@ def test_a_base_job_is_not_given_up_while_the_file_with_its_number_cannot_be_rea
     assert (base.job_id, base.state, run.ended) == ("8", AllocationState.PENDING, False)
 
 
+def test_a_head_that_starts_reads_the_number_of_a_base_job_before_it_gives_the_job_up(book: Registry, run: Run) -> None:
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
+    base.missing, base.unseen_at = 1, NOW + 1.0  # as a poll of the former head left it
+    shown = job("8", "PENDING", name="mine", user="me", submit_at=NOW + 1.0, comment="project=x")
+    write_private(book.paths.run(run.id).base_job(base.token), b'{"job_id": "8"}')
+    for at in (170.0, 175.0):
+        take_in(turn(book, NOW + at), poll_of([], [shown], at=NOW + at), Backoff())
+        assert run.left_job_id is not None and not run.ended
+        wait([run.left_job_id])
+    assert (base.job_id, base.state) == ("8", AllocationState.PENDING)
+
+
 @pytest.mark.parametrize("known", ["to the head", "in a file", "by its comment", "to nobody"])
 def test_a_base_job_is_found_by_its_number_or_its_comment(book: Registry, run: Run, known: str) -> None:
     """A site's job_submit plugin writes comments of its own. The head may have been away while it was submitted."""

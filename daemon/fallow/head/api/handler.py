@@ -15,7 +15,7 @@ from fallow.head.api import views
 from fallow.head.api.operations import CHANGING, Operations
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
-from fallow.head.loop.faults import SCAN_S, Faults, FileCalls
+from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import FilesFirst, Inbox
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
@@ -35,6 +35,7 @@ from fallow.model import (
     UsageReport,
 )
 from fallow.model.bounds import Count, Name, Positive
+from fallow.threads import SCAN_S, FileCalls
 
 
 class ControlHandler:

@@ -14,7 +14,6 @@ from fallow.core.membership.names import member_name, member_number
 from fallow.core.submission.sbatch_line import base_nodes
 from fallow.files import private_dir, write_struct
 from fallow.head.api.pruning import Pruning
-from fallow.head.loop.faults import FILES_S
 from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.harvest import Harvest, give_all_back
@@ -22,6 +21,7 @@ from fallow.head.state.registry import Registry, Run, write_run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Prose
 from fallow.text import counted, quote
+from fallow.threads import FILES_S
 
 
 class Operations:

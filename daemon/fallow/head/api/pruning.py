@@ -17,13 +17,13 @@ from fallow.config import Prune
 from fallow.control.protocol import Pruned
 from fallow.files import read_struct, unwritable, write_struct
 from fallow.head.api.reports import report_of
-from fallow.head.loop.faults import SCAN_S, in_thread
 from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Registry, Run
 from fallow.model import Exit, FallowError, RunReport
 from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import quote
+from fallow.threads import SCAN_S, in_thread
 
 log = structlog.get_logger("fallow.head")
 
@@ -71,8 +71,9 @@ class Pruning:
         older_than_s: Seconds | None = None,
         checkpoints: bool = False,
         dry_run: bool = False,
-    ) -> FilesFirst:
-        """Prune named runs, or those that are outdated. Return what is removed of each, after a scan of their files.
+    ) -> list[Pruned] | FilesFirst:
+        """Prune named runs, or those that are outdated. Return what is removed of each. If checkpoints may stay, the
+        files are scanned first.
 
         Args:
             turn: takes the effects.
@@ -93,7 +94,6 @@ class Pruning:
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
             chosen_ids = outdated(_end_times(registry), turn.now, keep, older_than_s)
         chosen_runs = [registry.runs[name] for name in chosen_ids]
-        scans = [_prepare_scan(registry, run, checkpoints=checkpoints, keeps_report=not dry_run) for run in chosen_runs]
 
         def remove(findings: list[int | str], turn: Turn) -> list[Pruned]:
             finding_by_run = dict(zip(chosen_ids, findings, strict=True))
@@ -104,6 +104,9 @@ class Pruning:
             pruned = [self._prune(turn, run, finding_by_run[run.id], dry_run) for run in over]
             return [outcome for outcome in pruned if outcome is not None]
 
+        if checkpoints:
+            return remove([0] * len(chosen_ids), turn)
+        scans = [_prepare_scan(registry, run, keeps_report=not dry_run) for run in chosen_runs]
         place = " or ".join(str(registry.checkpoint_folder(run)) for run in chosen_runs[:3])
         return FilesFirst(place, lambda: [scan() for scan in scans], remove, SCAN_S)
 
@@ -155,15 +158,12 @@ def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s:
     return [run for run in reversed(newest_first[keep:]) if now - ended_at[run] >= older_than_s]
 
 
-def _prepare_scan(
-    registry: Registry, run: Run, *, checkpoints: bool = False, keeps_report: bool = True
-) -> Callable[[], int | str]:
+def _prepare_scan(registry: Registry, run: Run, *, keeps_report: bool = True) -> Callable[[], int | str]:
     """Prepare the scan of a run's files. The result is a function for a thread.
 
     Args:
         registry: with the run.
         run: an ended run.
-        checkpoints: True if the checkpoints are to be removed.
         keeps_report: write the report if checkpoints stay and the report is missing.
 
     Returns:
@@ -175,7 +175,7 @@ def _prepare_scan(
 
     def look() -> int | str:
         try:
-            checkpoints_kept = 0 if checkpoints else _count_checkpoints(folder, is_elsewhere)
+            checkpoints_kept = _count_checkpoints(folder, is_elsewhere)
             if checkpoints_kept and complete is not None and root.exists() and not _is_counted(file):
                 with unwritable():
                     write_struct(file, complete())

@@ -1,19 +1,15 @@
-"""Unexpected errors, and file systems that do not answer. Each affects only the work that it belongs to."""
+"""Unexpected errors: each is counted and logged once with its traceback, and affects only the work that raised it."""
 
 import asyncio
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from pathlib import PurePath
-from typing import TypeVar
 
 import structlog
 
-from fallow.files import unwritable
-from fallow.model import Exit, FallowError, InternalError
+from fallow.model import FallowError, InternalError
 from fallow.text import clean
 from fallow.wire.router import RouterDown
 
@@ -33,63 +29,6 @@ MENDED_S = 600.0
 
 GIVE_UP_AFTER = 3
 """Number of failed ticks in a row after which a run is stopped."""
-
-FILES_S, SCAN_S = 10.0, 25.0
-"""Longest waits for a few files and for many files. Commands wait 30 s for the head's answer."""
-
-T = TypeVar("T")
-
-
-def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Make a slow call, or one that a file system may never answer, in a thread of its own.
-
-    The call delays neither the loop nor the head's end. The event loop's own threads are few, and reading polls needs
-    them.
-    """
-    future = Future[T]()
-    future.set_running_or_notify_cancel()  # a caller that stops waiting cannot stop the call
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:  # raised in the caller that waits for the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
-class FileCalls:
-    """Calls that use shared files, in threads. A file system that hangs delays these calls only.
-
-    While a call hangs, further calls at the same place fail at once, so that threads do not pile up.
-    """
-
-    def __init__(self) -> None:
-        self._hanging: set[str] = set()
-        "places where a call was not answered in time"
-
-    async def call(self, place: str, call: Callable[[], T], patience_s: float | None) -> T:
-        """Make a call in a thread. It must not use state that changes.
-
-        Args:
-            place: name of the folder, for messages.
-            call: reads or writes files.
-            patience_s: longest wait; None: no limit.
-
-        Raises:
-            FallowError: a file cannot be written, or the call has not ended in time. It may still end later.
-        """
-        if place not in self._hanging:
-            future = asyncio.wrap_future(in_thread(call, "files"))
-            await asyncio.wait([future], timeout=patience_s)
-            if future.done():
-                with unwritable():
-                    return future.result()
-            self._hanging.add(place)
-            future.add_done_callback(lambda _: self._hanging.discard(place))
-            future.add_done_callback(asyncio.Future.exception)  # nobody waits for the error
-        raise FallowError(f"{place}: its file system does not answer; try again when it answers", Exit.TEMPFAIL)
 
 
 class Faults:

@@ -11,10 +11,10 @@ import structlog
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Report
-from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.state.registry import Run
 from fallow.model import ChangeKind, FallowError
+from fallow.threads import in_thread
 from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_checkpoints, read_manifest
 
 log = structlog.get_logger("fallow.head")

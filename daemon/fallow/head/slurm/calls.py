@@ -14,7 +14,7 @@ import structlog
 
 from fallow.core.allocations import Allocation, PolledJobs
 from fallow.files import write_struct
-from fallow.head.loop.faults import FILES_S, Faults, FileCalls
+from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import jobs
@@ -23,6 +23,7 @@ from fallow.head.state.registry import Registry, Run
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, OwnerView
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
 from fallow.slurm.paced import PacedClient
+from fallow.threads import FILES_S, FileCalls
 
 log = structlog.get_logger("fallow.head")
 

@@ -34,11 +34,11 @@ from fallow.core.states import ENDED_STATES, ENDING
 from fallow.core.submission.sbatch import base_options, harvest_options, job_environment, script_options
 from fallow.core.submission.script import harvest_script, with_directives
 from fallow.files import Paths, read_struct
-from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import note_agent_end
 from fallow.head.state.registry import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, FallowError, JobInfo, JobRequest, RunStatus
+from fallow.threads import in_thread
 
 log = structlog.get_logger("fallow.head")
 
@@ -363,7 +363,7 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
 def _is_reading_job_id(turn: Turn, run: Run, allocation: Allocation) -> bool:
     """Look for the id of a base job in the file that `fallow submit` leaves when it cannot reach a head.
 
-    A thread reads the file. Return True if it still reads since an earlier poll: the job may exist.
+    A thread reads the file. Return True while no look has ended: the job may exist.
     """
     if allocation.kind is not AllocationKind.BASE or allocation.was_renewed or allocation.job_id is not None:
         return False
@@ -371,10 +371,11 @@ def _is_reading_job_id(turn: Turn, run: Run, allocation: Allocation) -> bool:
     if look is not None and not look.done():
         return True
     file = turn.registry.paths.run(run.id).base_job(allocation.token)
-    run.left_job_id = in_thread(partial(read_struct, file, BaseJob), "base-job") if look is None else None
+    run.left_job_id = in_thread(partial(read_struct, file, BaseJob), "base-job")
+    if look is None:
+        return True
     try:
-        if look is not None:
-            submitted(turn, run, allocation.token, look.result().job_id)
+        submitted(turn, run, allocation.token, look.result().job_id)
     except FileNotFoundError:
         return False
     except (FallowError, OSError) as error:
