@@ -76,8 +76,10 @@ class Observer:
         self._lost |= {g for g in self.committed if g > self.w.store.root.generation}
 
     def _has_witness(self, generation: int) -> bool:
-        """Is anybody left of a generation that the store lost? If not, nothing knows its number any more."""
+        """Is anybody left of a generation that the store lost, or a checkpoint? If not, nothing knows its number."""
         hosts = self.w.hosts.values()
+        if any(checkpoint.generation == generation for checkpoint in self.w.plane.checkpoints.values()):
+            return True
         return any(host.up and host.node in self.committed[generation] and host.node > 0 for host in hosts)
 
     # -- agents -----------------------------------------------------------------------------------------------------

@@ -226,3 +226,12 @@ def test_going_back_further_while_all_go_back_already() -> None:
     rig.change(10)
     assert [back.to_step for back in rig.r.history.rollbacks] == [20, 10]
     assert (rig.m.phase, rig.r.root.rollback_below) == (RunPhase.STEADY, 0)
+
+
+def test_a_number_that_only_a_checkpoint_knows_is_not_used_again() -> None:
+    """The store has lost the generation that wrote it."""
+    rig = started(1)
+    rig.join("b")
+    assert rig.ballot.change.generation == 2
+    rig.put(ev.CheckpointFound(at=rig.at, checkpoint=Checkpoint(path="/5-30", generation=5, step=30)))
+    assert rig.ballot.change.generation == 6

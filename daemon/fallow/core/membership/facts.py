@@ -98,6 +98,11 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
         return
     if new.generation == r.root.generation:
         _note_entered(m)
+    elif new.generation > r.root.highest:  # a store that went back in time has lost that number
+        r.root.highest = new.generation
+        r.mark("root")
+        if m.voting is not None:
+            m.spoil(f"the checkpoint of step {new.step} has a generation that the store has lost")
     saved = Saved(checkpoint=new, aside=_is_superseded(m, new))
     checkpoints.saved.append(saved)
     r.root.unsaved_reason = ""
