@@ -30,6 +30,9 @@ from fallow.core.membership.messages import (
 from fallow.core.protocol import Beat, Part, Progress, Status
 from fallow.model import Doing
 
+IN_VAIN_S = 5.0
+"""A worker that has waited so long in a joint call has not merely been told late what another worker knows."""
+
 T = TypeVar("T")
 Dated = TypeVar("Dated", Checkpoint, Problem)
 
@@ -90,7 +93,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         computes=any(status.computes for status in all_of),
         in_call=all(status.in_call for status in all_of),
         deserted=any(status.deserted for status in all_of),
-        finish=_finish([status.finish for status in all_of]),
+        finish=_finish(workers),
         fault=next(iter(_without_none(status.fault for status in all_of)), None),
         saved=_newest(_without_none(status.saved for status in all_of)),
         unsaved=_newest(_without_none(status.unsaved for status in all_of)),
@@ -176,12 +179,21 @@ def _switch(switches: list[Switch | None], generation: int) -> Switch | None:
     )
 
 
-def _finish(finishes: list[Finish | None]) -> Finish | None:
-    """None until all scripts have ended. Different final states give a digest that differs from other nodes' digest."""
-    finished = _without_none(finishes)
-    if len(finished) < len(finishes):
+def _finish(workers: Sequence[Facts]) -> Finish | None:
+    """None until all scripts have ended, or wait for those that have ended: the head then tells them so.
+
+    Different final states give a digest that differs from other nodes' digest.
+    """
+    finished = _without_none(worker.status.finish for worker in workers)
+    if not finished or not all(worker.status.finish is not None or _waits_in_vain(worker) for worker in workers):
         return None
     return msgspec.structs.replace(finished[0], digest="/".join(dict.fromkeys(finish.digest for finish in finished)))
+
+
+def _waits_in_vain(worker: Facts) -> bool:
+    """Return True if a worker waits in a joint call, which cannot end once another worker's script has ended."""
+    status = worker.status
+    return status.in_call and status.doing is Doing.WAITING and status.stalled_s + worker.age_s > IN_VAIN_S
 
 
 def _newest(reports: list[Dated]) -> Dated | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,8 +96,9 @@ def test_a_node_has_done_what_all_of_its_workers_have(workers: list[Facts]) -> N
     assert (report.term, report.edition) == min((status.term, status.edition) for status in all_of)
     for name in ("generation", "prepared", "given_up", "passed_boundary", "step"):
         assert getattr(report, name) == min(getattr(status, name) for status in all_of)
-    for name in ("ready", "finish"):
-        assert (getattr(report, name) is not None) is all(getattr(status, name) is not None for status in all_of)
+    assert (report.ready is not None) is all(status.ready is not None for status in all_of)
+    if all(status.finish is not None for status in all_of):
+        assert report.finish is not None
     for name in ("has_state", "in_call"):
         assert getattr(report, name) is all(getattr(status, name) for status in all_of)
     for doing in (Doing.WAITING, Doing.OUTSIDE):
@@ -128,6 +130,24 @@ def test_workers_that_differ_do_not_pass_for_alike() -> None:
     finish = of(*({"finish": end} for end in ends)).finish
     assert finish is not None
     assert finish.digest not in ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("other", "is_told"),
+    [
+        ({"in_call": True, "doing": Doing.WAITING, "stalled_s": 6.0}, True),
+        ({"in_call": True, "doing": Doing.WAITING, "stalled_s": 1.0}, False),
+        ({"in_call": True, "doing": Doing.WORKING, "stalled_s": 6.0}, False),
+        ({"in_call": False, "doing": Doing.WAITING, "stalled_s": 6.0}, False),
+    ],
+)
+def test_a_worker_that_waits_for_one_whose_script_has_ended_is_not_waited_for(
+    other: dict[str, Any], is_told: bool
+) -> None:
+    """Both would wait for ever: the head tells it that the others' scripts have ended when it knows of one."""
+    end = Finish(generation=1, steps=1, digest="x")
+    assert of({"finish": end}, other).finish == (end if is_told else None)
+    assert of(other).finish is None
 
 
 def test_refusals_of_the_newest_generation_are_told_together() -> None:

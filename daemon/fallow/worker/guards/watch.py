@@ -134,7 +134,8 @@ class Watch:
         """Copy a sample of one parameter, chosen by the step, to the host. Readable after the step's wait."""
         if not self._weights:
             return torch.empty(0, device="cpu")
-        return to_host(self._weights[step % len(self._weights)].detach().reshape(-1)[:_CANARY].contiguous())
+        flat = self._weights[step % len(self._weights)].detach().reshape(-1)[:_CANARY].contiguous()
+        return to_host(flat.as_strided(flat.shape, (1,)))  # the stride of a single element may be any
 
     def weight_checksum(self, sample: torch.Tensor) -> int:
         """Return the CRC-32 of a sample that has arrived on the host."""

@@ -262,8 +262,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A flat uint8 view of a tensor as it lies in memory; a copy, row by row, if there are gaps in it, or if torch has
     put off to conjugate or negate it."""
     order, values = _order(tensor), tensor.detach().resolve_conj().resolve_neg()
-    lying = values.permute(order) if order else values
-    return lying.contiguous().reshape(-1).view(torch.uint8)
+    lying = (values.permute(order) if order else values).contiguous()
+    # A single element, as of `matrix[:1, 0]`, is contiguous whatever its stride is, and `view` wants a stride of 1.
+    return lying.as_strided((lying.numel(),), (1,)).view(torch.uint8)
 
 
 def allocate(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:

@@ -96,17 +96,18 @@ def test_gradients_are_there_behind_the_inner_loop_only_and_are_those_of_the_who
 
 
 class Laid(nn.Module):
-    """Parameters in three orders in memory."""
+    """Parameters in three orders in memory, and a single one whose stride is not 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(5, 256, 3, padding=1).to(memory_format=torch.channels_last)
         self.turned = nn.Parameter(torch.zeros(200, 256).t())
         self.gaps = nn.Parameter(torch.zeros(200, 2)[:, ::2])
+        self.single = nn.Parameter(torch.zeros(1, 5)[:, 0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.conv(x[:, :, None, None].expand(-1, -1, 2, 3)).mean((2, 3))
-        return (y @ self.turned / 10).tanh() @ self.gaps
+        return (y @ self.turned / 10).tanh() @ self.gaps + self.single
 
 
 @pytest.mark.parametrize("reproducible", [True, False])

@@ -218,6 +218,13 @@ def test_what_torch_has_put_off_is_done_when_bytes_are_wanted(late: torch.Tensor
     )
 
 
+def test_a_single_element_of_a_column_has_bytes() -> None:
+    one = torch.randn(1, 5)[:, 0]
+    assert (one.is_contiguous(), one.stride()) == (True, (5,))
+    assert as_bytes(one).tolist() == as_bytes(torch.tensor(one.tolist())).tolist()
+    assert as_bytes(one).data_ptr() == one.data_ptr()
+
+
 def test_a_small_state_travels_as_bytes() -> None:
     parameter = torch.nn.Parameter(torch.randn(2, 3).t(), requires_grad=False)
     value = {"a": [parameter, torch.tensor(3).to(torch.uint8), torch.empty(0, 2)], "b": TREE["plain"]}
