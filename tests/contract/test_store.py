@@ -416,6 +416,9 @@ async def test_a_folder_that_hangs_is_named_and_the_loop_does_not_use_it(
         with pytest.raises(Unavailable, match=f"^{re.escape(str(paths.redis_dir))}: its file system does not answer"):
             await server.start()
         assert not hung.used_by_loop
+        calls = list(hung.calls)
+    for call in calls:
+        call.join(DEADLINE_S)
     monkeypatch.setattr(server_module, "FILES_S", DEADLINE_S)
     monkeypatch.setattr("head_in_process.PATIENCE_S", 0.0)  # it answers at once, and is watched
     server = RedisServer(paths, PROGRAMS[0])

@@ -32,7 +32,8 @@ async def test_s27_workers_of_other_nodes_are_killed_at_any_place_of_a_step(make
     """In the first body, when a bucket is on its way, when the part is told, and when all are heard."""
     places = {"": "n4.1", "launch": "n3.0", "told": "n2.1", "heard": "n1.0"}
     left = [f"n{i}" for i in range(5)]
-    async with make_rig(membership__lease_s=LEASE_S) as rig:
+    # A node that has failed does not come back.
+    async with make_rig(membership__lease_s=LEASE_S, membership__bar_after=1) as rig:
         run = await on_nodes(rig, 5)
         for place, worker in places.items():
             async with run.paused() as step:
