@@ -84,10 +84,11 @@ def sever(one: int, other: int) -> None:
     shared = [found.fd for found in psutil.Process(one).net_connections("tcp") if (found.laddr, found.raddr) in ends]
     assert shared
     process = os.pidfd_open(one)
-    for number in shared:
-        copied = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, number, 0)
-        if copied < 0:
-            lacks(f"no access to the connections of another process: {os.strerror(ctypes.get_errno())}")
+    # All before the first one breaks: then the process closes the others.
+    copies = [ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, number, 0) for number in shared]
+    if max(copies) < 0:
+        lacks(f"no access to the connections of another process: {os.strerror(ctypes.get_errno())}")
+    for copied in filter(lambda copied: copied >= 0, copies):
         with socket.socket(fileno=copied) as connection:
             connection.shutdown(socket.SHUT_RDWR)
     os.close(process)
