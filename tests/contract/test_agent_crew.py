@@ -23,7 +23,7 @@ from fallow.agent.launch import Launch
 from fallow.agent.merge import merge_report
 from fallow.agent.process import inherit_orphans
 from fallow.core.checks.devices import Devices
-from fallow.core.membership.messages import End, Fault, Gather, Order
+from fallow.core.membership.messages import End, Fault, Gather, Order, Report
 from fallow.core.protocol import BeatReply, Ended
 from fallow.files import RunPaths
 from fallow.model import STACK_SIGNAL
@@ -77,7 +77,10 @@ class Rig:
 
     async def ended(self) -> Ended:
         await self.until(lambda: self.has_ended)
-        return self.crew.ended(merge_report(self.crew.facts(), node=3, boot=1, seq=1, highest=0))
+        return self.crew.ended(self.report())
+
+    def report(self) -> Report:
+        return merge_report(self.crew.facts(), node=3, boot=1, seq=1, highest=0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         def look() -> bool:
@@ -316,6 +319,35 @@ async def test_a_crash_takes_the_sibling_along_and_is_no_ordered_end_though_an_o
         assert (ended.signal, ended.is_ordered, ended.tail) == (11, False, "out of memory")
         assert ended.report is not None and ended.report.fault == fault
         assert gone(second)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+async def test_the_worker_that_ends_first_tells_the_reason_and_not_what_its_end_does_to_the_other(
+    slot: int, tmp_path: Path
+) -> None:
+    fault, words = "fault=Fault(code=1, message='connection reset by peer')", "os.kill(os.getpid(), signal.SIGKILL)"
+    async with working(tmp_path) as rig:
+        await rig.works(1 - slot)
+        other = rig.pids()[1 - slot]
+        rig.order(f"if slot == {slot}: {words}")
+        # The other one hears of it before the agent does.
+        os.waitid(os.P_PID, rig.pids()[slot], os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        rig.order(f"if slot != {slot}: say({fault})")
+        await until(lambda: rig.crew.facts()[1 - slot].status.fault is not None)
+        assert rig.report().fault is None
+        ended = await rig.ended()
+        assert (ended.code, ended.signal) == (None, signal.SIGKILL)
+        assert ended.report is not None and ended.report.fault is None
+        assert gone(other)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+async def test_the_fault_of_a_worker_remains_when_the_other_is_killed_because_of_it(slot: int, tmp_path: Path) -> None:
+    async with working(tmp_path) as rig:
+        rig.order(f"if slot == {slot}: say(fault=Fault(code=3, message='no')); sys.exit(3)")
+        ended = await rig.ended()
+        assert ended.code == 3
+        assert ended.report is not None and ended.report.fault == Fault(code=3, message="no")
 
 
 async def test_what_a_worker_said_before_its_end_is_heard_before_it_is_judged(tmp_path: Path) -> None:

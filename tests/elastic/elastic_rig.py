@@ -222,7 +222,7 @@ class Elastic:
             ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
             {**self.rig.environ, **node, **environ},
             self.rig.folder / "agents.log",
-            eggs=workers + 1,  # one may be started again
+            eggs=2 * workers,  # they may be started again
             namespace=namespace,
         )
         self.rig.agents.append(pid)

@@ -241,7 +241,7 @@ def test_d3_any_short_history(
 
 
 def test_p3_a_history_on_an_asynchronous_device(nursery: NurseryClient, undisturbed: Undisturbed) -> None:
-    options = ("--rich", "--loaders", 1, "--steps", 160, *DEVICE)
+    options = ("--rich", "--loaders", 1, "--steps", 110, *DEVICE)
     asyncio.run(judged([*TOGETHER, *ALL], nursery, undisturbed, *options))
 
 

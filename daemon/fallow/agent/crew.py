@@ -202,7 +202,7 @@ class Crew:
         """Send SIGKILL to all workers."""
         self._ending.is_wanted = self._ending.is_forced = True
         for worker in self._workers:
-            worker.process.kill()
+            worker.kill()
 
     def _kill_after(self, seconds: float) -> None:
         if seconds <= 0.0:

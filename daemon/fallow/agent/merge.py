@@ -19,6 +19,7 @@ from fallow.core.membership.gather import MAX_GENERATIONS, Gathers
 from fallow.core.membership.messages import (
     Checkpoint,
     Contract,
+    Fault,
     Finish,
     Gather,
     Gathered,
@@ -51,6 +52,8 @@ class Facts:
     "seconds for which its process has been stopped (SIGSTOP)"
     mute_s: float = 0.0
     "seconds without a message from the worker; 0 once it has closed its channel"
+    is_cut_off: bool = False
+    "it has ended without a finish or a fault, and this agent has not killed it"
     pid: int = 0
     "process id; 0: no process"
 
@@ -94,7 +97,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         in_call=all(status.in_call for status in all_of),
         deserted=any(status.deserted for status in all_of),
         finish=_finish(workers),
-        fault=next(iter(_without_none(status.fault for status in all_of)), None),
+        fault=_fault(workers),
         saved=_newest(_without_none(status.saved for status in all_of)),
         unsaved=_newest(_without_none(status.unsaved for status in all_of)),
         damaged=_newest(_without_none(status.damaged for status in all_of)),
@@ -188,6 +191,13 @@ def _finish(workers: Sequence[Facts]) -> Finish | None:
     if not finished or not all(worker.status.finish is not None or _waits_in_vain(worker) for worker in workers):
         return None
     return msgspec.structs.replace(finished[0], digest="/".join(dict.fromkeys(finish.digest for finish in finished)))
+
+
+def _fault(workers: Sequence[Facts]) -> Fault | None:
+    """None if a worker was cut off: the others' joint calls fail because of that, and its end tells the reason."""
+    if any(worker.is_cut_off for worker in workers):
+        return None
+    return next(iter(_without_none(worker.status.fault for worker in workers)), None)
 
 
 def _waits_in_vain(worker: Facts) -> bool:

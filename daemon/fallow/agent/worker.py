@@ -54,6 +54,8 @@ class Worker:
         self.channel.send(start)
         self._has_closed = False
         "the worker has closed its channel"
+        self._is_killed = False
+        "this agent has killed the worker"
         self._status, self._status_at = Status(), time.monotonic()
         self._stopped_at: float | None = None
         "monotonic time since which its process is stopped; None: it is not stopped"
@@ -89,6 +91,16 @@ class Worker:
             log.error("%s; it is killed", self._problem)
             self.process.kill()
 
+    def kill(self) -> None:
+        """Send SIGKILL to the worker and its process group."""
+        self._is_killed = self._is_killed or not self._is_over
+        self.process.kill()
+
+    @property
+    def _is_over(self) -> bool:
+        """True once the worker can send no more messages."""
+        return self.process.has_ended or self._has_closed
+
     @property
     def is_stopped(self) -> bool:
         return self._stopped_at is not None
@@ -115,6 +127,7 @@ class Worker:
             self._status,
             age_s=age_s,
             stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
-            mute_s=0.0 if self.process.has_ended or self._has_closed else age_s,
+            mute_s=0.0 if self._is_over else age_s,
+            is_cut_off=self._is_over and not (self._is_killed or self.is_orderly or self._status.fault),
             pid=self.process.speaker or self.process.pid,
         )

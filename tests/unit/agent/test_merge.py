@@ -123,6 +123,15 @@ def test_what_one_worker_alone_knows_is_told(workers: list[Facts]) -> None:
             assert (newest.generation, newest.step) == max((found.generation, found.step) for found in known)
 
 
+def test_a_fault_that_follows_from_the_end_of_another_worker_is_not_the_nodes() -> None:
+    fault = Fault(code=1, message="connection reset by peer")
+    for cut_off in ((True, False), (False, True)):
+        statuses = [Status(fault=None if is_cut_off else fault) for is_cut_off in cut_off]
+        workers = [Facts(one, is_cut_off=is_cut_off) for one, is_cut_off in zip(statuses, cut_off, strict=True)]
+        assert merged(workers).fault is None
+        assert merged([Facts(one) for one in statuses]).fault == fault
+
+
 def test_workers_that_differ_do_not_pass_for_alike() -> None:
     one, other = (Contract(signature=signature, shards=8, global_batch=8) for signature in "ab")
     assert of({"ready": one}, {"ready": other}, {"ready": one}).ready == other
