@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -216,16 +217,10 @@ def _ddp_steps(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
     """Remove Fallow's hooks on the steps of all optimizers for a turn: a training with DDP alone has none."""
-    all_hooks = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
-    assert all(all_hooks), "no hooks: compare this with `worker.guards.watch`"
-    copies = [dict(hooks) for hooks in all_hooks]
-    for hooks in all_hooks:
-        hooks.clear()
-    try:
+    before, behind = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    assert all((before, behind)), "Fallow registers them elsewhere now"
+    with patch.dict(before, clear=True), patch.dict(behind, clear=True):
         yield
-    finally:
-        for hooks, copied in zip(all_hooks, copies, strict=True):
-            hooks.update(copied)
 
 
 def _clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
