@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from torch import distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import fallow
@@ -200,15 +202,25 @@ def _ddp_steps(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps
 
     def steps(count: int) -> Iterator[None]:
         batches = iter(loader)
-        for _ in range(count):
-            for shard in range(args.shards):
-                with contextlib.nullcontext() if shard == args.shards - 1 else wrapped.no_sync():
-                    loss = workload.loss_of(net, *next(batches))
-                    (loss if args.shards == 1 else loss / args.shards).backward()
-            _clip_and_step(wrapped, optimizer)
-            yield
+        with _without_hooks():
+            for _ in range(count):
+                for shard in range(args.shards):
+                    with contextlib.nullcontext() if shard == args.shards - 1 else wrapped.no_sync():
+                        loss = workload.loss_of(net, *next(batches))
+                        (loss if args.shards == 1 else loss / args.shards).backward()
+                _clip_and_step(wrapped, optimizer)
+                yield
 
     return steps
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Remove Fallow's hooks on the steps of all optimizers for a turn: a training with DDP alone has none."""
+    before, behind = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    assert all((before, behind)), "Fallow registers them elsewhere now"
+    with patch.dict(before, clear=True), patch.dict(behind, clear=True):
+        yield
 
 
 def _clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -153,7 +153,7 @@ async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_fa
         assert not gone(second)
         rig.order(f"{say}; sys.exit({code})")
         ended = await rig.ended()
-        assert (ended.code, ended.is_ordered) == (found, False)
+        assert (ended.code, ended.slot, ended.is_ordered) == (found, int(code > 0), False)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from fallow.cli.main import COMMANDS, cli
 from fallow.cli.submit import prepare
 from fallow.config import load_config
 from fallow.core.submission.sbatch_line import split
+from fallow.core.submission.sbatch_table import FALLOW_KEYS
 from fallow.core.submission.schedule import parse_schedule
-from fallow.core.submission.script import _KEYS, parse_script
+from fallow.core.submission.script import parse_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -138,7 +139,7 @@ def test_a_source_archive_can_be_set_up_and_has_all_that_the_readme_points_at() 
 
 def test_the_pages_name_every_key_of_a_script() -> None:
     code = _code("README.md", *PAGES)
-    assert [key for key in _KEYS if f"{key}=" not in code] == []
+    assert [key for key, form in FALLOW_KEYS.items() if f"{key}{'=' if form else ''}" not in code] == []
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ def test_h6_a_script_that_never_reaches_the_loop_or_deserts_it_fails_the_run() -
     rig = started(2)
     rig.gone(2, code=0)
     assert "inside of the run.updates loop" in rig.r.root.message
+    rig = started(1)
+    rig.gone(1, code=0, reason="worker n0.1 exited with 0")  # the node's other worker was still in the loop
+    assert "on every member" not in rig.r.root.message
+    assert rig.r.root.message.startswith("the script ended inside of the run.updates loop, which all workers have to")
+    assert rig.r.root.message.endswith(": n0 (h1) is gone: worker n0.1 exited with 0")
 
 
 @pytest.mark.parametrize("how", [{"by_slurm": True}, {"signal": 15}, {"by_slurm": True, "node_failed": True}])

@@ -46,7 +46,6 @@ EXPECTED_ENDS = (
     "before its training loop",
     "the only member",
     "inside of the run.updates loop",
-    "left the training loop on every member",
     "is gone: ValueError",
     "is gone: code",
     "cancelled by hand",

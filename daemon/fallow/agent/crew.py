@@ -243,6 +243,7 @@ class Crew:
             code=first.process.code,
             signal=first.process.ended_by,
             tail=first.tail(),
+            slot=self._workers.index(first),
             report=report,
             is_ordered=self._ending.was_ordered,
         )

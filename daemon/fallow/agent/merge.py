@@ -83,6 +83,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         highest=highest,
         prepared=min(status.prepared for status in all_of),
         refusal=_refusal(_without_none(status.refusal for status in all_of)),
+        # The node's promise: a worker that has given up still takes a sibling's answer, and so finishes that step.
         given_up=min(status.given_up for status in all_of),
         break_reason=max(all_of, key=attrgetter("given_up")).break_reason,
         passed_boundary=min(status.passed_boundary for status in all_of),

@@ -42,7 +42,7 @@ MEMBERS: dict[str, Callable[[MemberView], str]] = {
     "NODE": lambda member: member.node,
     "KIND": lambda member: member.allocation.value,
     "PHASE": lambda member: member.phase.value,
-    "RANK": lambda member: ranks(member),
+    "RANK": lambda member: member.ranks,
     "STEP": lambda member: str(member.step),
     "SHARDS": lambda member: str(member.shards or "-"),
     "S/SHARD": lambda member: number(member.pace_s or None),
@@ -156,13 +156,6 @@ def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
             reasons.setdefault(node.unused, []).append(node.node)
     rows = sorted(reasons.items(), key=lambda item: -len(item[1]))
     return [(reason, len(nodes), folded(nodes)) for reason, nodes in rows]
-
-
-def ranks(member: MemberView) -> str:
-    """Ranks of a member's workers, e.g. `4-7`."""
-    if member.rank is None:
-        return "-"
-    return str(member.rank) if member.workers == 1 else f"{member.rank}-{member.rank + member.workers - 1}"
 
 
 def show_run(run: RunView, now: float) -> None:

@@ -109,6 +109,8 @@ class Ended(Wire, frozen=True, kw_only=True, tag="ended"):
     signal: Code | None = None
     tail: Prose = ""
     "last lines of that worker's standard error, sanitized"
+    slot: Count | None = None
+    "index of that worker on its node; None: not known"
     report: Report | None = None
     "last report of the node, with what its workers said at their end"
     is_ordered: bool = False

@@ -129,6 +129,13 @@ class MemberView(Struct, frozen=True, kw_only=True):
     pace_s: float = 0.0
     "seconds per shard; 0: not measured yet"
 
+    @property
+    def ranks(self) -> str:
+        """Ranks of its workers for people, e.g. `4-7`; `-`: the node does not compute."""
+        if self.rank is None:
+            return "-"
+        return str(self.rank) if self.workers == 1 else f"{self.rank}-{self.rank + self.workers - 1}"
+
 
 class AllocationView(Struct, frozen=True, kw_only=True):
     token: str

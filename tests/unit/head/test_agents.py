@@ -39,15 +39,15 @@ def allocation(talk: Talk, run: Run) -> Allocation:
     return talk.book.new_allocation(run, AllocationKind.BASE, talk.now)
 
 
-def harvested(talk: Talk, run: Run, host: str, **more: Any) -> Played:
+def harvested(talk: Talk, run: Run, host: str, slots: int = 1, **more: Any) -> Played:
     """A node that was harvested and whose agent has come."""
     made = hold(talk.turn, run, host, job_id=f"job-{host}", **more)
-    return talk.play(run, made, host, job_id=f"job-{host}").greet()
+    return talk.play(run, made, host, job_id=f"job-{host}", slots=slots).greet()
 
 
-def training(talk: Talk, run: Run, *hosts: str) -> list[Played]:
+def training(talk: Talk, run: Run, *hosts: str, slots: int = 1) -> list[Played]:
     """Nodes that train together, each with an allocation of its own."""
-    played = [harvested(talk, run, host) for host in hosts]
+    played = [harvested(talk, run, host, slots) for host in hosts]
     for one in played:
         one.beat(ready=CONTRACT)
     settle(run, *played)
@@ -425,6 +425,23 @@ def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_w
     assert (allocation.agents["h1"].retry_at, allocation.end_code) == (talk.now + 8.0, None)
     talk.turn.release_allocation(run, allocation, "somebody waits")
     assert agent.idle().only(EndAgent).code == Exit.NO_RESTART, "a restart that waits keeps no node that is to go"
+
+
+@pytest.mark.parametrize(
+    ("slots", "code", "slot", "text"),
+    [
+        (1, None, 0, "killed by signal 9"),
+        (2, None, 1, "worker n0.1 was killed by signal 9"),
+        (2, 3, 0, "worker n0.0 exited with 3 (no room)"),
+        (2, None, None, "killed by signal 9"),
+    ],
+)
+def test_the_end_of_a_node_names_the_worker_that_ended_first(
+    talk: Talk, run: Run, slots: int, code: int | None, slot: int | None, text: str
+) -> None:
+    agent, _ = training(talk, run, "h1", "h2", slots=slots)
+    agent.end(code, signal=9 if code is None else None, tail="no room", slot=slot)
+    assert talk.texts("eject") == [f"n0 (h1) is gone: {text}"]
 
 
 def test_a_stack_of_workers_that_hung_is_kept(talk: Talk, run: Run) -> None:

@@ -149,7 +149,7 @@ def member_row(member: MemberView, age_s: float) -> list[Text]:
     """Cells of a member for `COLUMNS`. `age_s` is the age of its data in seconds."""
     remaining_s = None if member.ends_in_s is None else member.ends_in_s - age_s
     return [
-        Text(_ranks(member)),
+        Text(member.ranks),
         Text(member.member),
         Text(member.node),
         Text(str(member.allocation)),
@@ -159,10 +159,3 @@ def member_row(member: MemberView, age_s: float) -> list[Text]:
         Text(duration(remaining_s), WARN if remaining_s is not None and remaining_s < 60 else ""),
         Text(duration(member.last_seen_s + age_s), MUTED),
     ]
-
-
-def _ranks(member: MemberView) -> str:
-    """Ranks of a member's workers, e.g. `4-7`."""
-    if member.rank is None:
-        return "-"
-    return str(member.rank) if member.workers == 1 else f"{member.rank}-{member.rank + member.workers - 1}"

@@ -20,6 +20,10 @@ ATTEMPTS = 3
 MAX_FIRST_STEPS = 50
 """Number of generations whose first step is remembered."""
 
+_LEFT_EARLY = (
+    "the script ended inside of the run.updates loop, which all workers have to leave in the same step, after its "
+    "inner loop: "
+)
 _STUCK = (
     "step {step}: in {times} generations one after the other all members have waited for each other, for {s:.0f} s in "
     "the last, and no step was finished: {last}. They reach each other over the network, so either it does not carry "
@@ -125,8 +129,7 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     for n in leavers:  # these nodes were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
     if code not in (None, Exit.TEMPFAIL):
-        how = "" if code else "the script left the training loop on every member: "
-        losses.end_run(m, RunStatus.FAILED, how + reason)
+        losses.end_run(m, RunStatus.FAILED, reason if code else _LEFT_EARLY + reason)
     else:
         root.status = RunStatus.SUSPENDED
         m.outbox.log("lost", f"no member is there ({reason}); the run goes on from {_resume_point(m)}")

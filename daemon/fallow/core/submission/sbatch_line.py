@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from fallow.core.submission.sbatch_table import BY_LONG, BY_SHORT, OPTIONS, Option, Reach, Value
+from fallow.core.submission.sbatch_table import BY_LONG, BY_SHORT, FALLOW_KEYS, OPTIONS, Option, Reach, Value
 from fallow.model import Exit, FallowError, RunSpec
 
 
@@ -86,7 +86,7 @@ def parse_options(words: Sequence[str], where: str) -> Component:
 
 def _long(word: str, following: deque[str]) -> OptionUse:
     name, equals, value = word[2:].partition("=")
-    option = _find(name, bool(equals))
+    option = _find(name, value if equals else None)
     if equals and option.value is Value.NONE:
         raise _usage(f"--{option.long} takes no value, {word!r} gives one")
     if equals or option.value is not Value.REQUIRED:
@@ -116,7 +116,7 @@ def _next(option: Option, spelling: str, following: deque[str]) -> str:
     return following.popleft()
 
 
-def _find(name: str, with_value: bool) -> Option:
+def _find(name: str, value: str | None) -> Option:
     """Find an option by its name or an unambiguous prefix, as getopt_long does.
 
     Site plugins (SPANK) add options. Only in the form `--name=value` is it certain where the value ends, so only this
@@ -130,9 +130,14 @@ def _find(name: str, with_value: bool) -> Option:
     if begins:
         raise _usage(f"--{name} could be any of {', '.join(f'--{long}' for long in sorted(begins))}; write it out")
     near = difflib.get_close_matches(name, BY_LONG, n=1, cutoff=0.75)
-    if with_value and not near and _PLUGIN.fullmatch(name):
+    if value is not None and not near and name not in FALLOW_KEYS and _PLUGIN.fullmatch(name):
         return _plugin(name)
+    near = difflib.get_close_matches(name, (*BY_LONG, *FALLOW_KEYS), n=1, cutoff=0.75)
     advice = f"did you mean --{near[0]}?" if near else "write a site plugin's option as --name=value"
+    if near and near[0] in FALLOW_KEYS.keys() - BY_LONG.keys():
+        form = FALLOW_KEYS[near[0]]
+        setting = f"{near[0]}={form if value is None else value[:64]}" if form else near[0]
+        advice = f"write --fallow={setting}, or a line `#FALLOW {setting}` in the script"
     raise _usage(f"sbatch has no option --{name[:64]}; {advice}")
 
 

@@ -118,5 +118,19 @@ BY_LONG: dict[str, Option] = {option.long: option for option in OPTIONS}
 BY_LONG["tasks-per-node"] = BY_LONG["ntasks-per-node"]
 BY_SHORT: dict[str, Option] = {option.short: option for option in OPTIONS if option.short}
 
+FALLOW_KEYS = {
+    "nodes": "MIN:MAX",
+    "workers-per-node": "N",
+    "partitions": "A,B",
+    "budget-node-hours": "HOURS",
+    "weight": "NUMBER",
+    "deadline": "YYYY-MM-DD[THH:MM]",
+    "seed": "N",
+    "min-minutes": "N",
+    "harvest-account": "NAME",
+    "outlive-base": "",
+}
+"""Key of a `#FALLOW` line and of `--fallow` -> form of its value; empty: a flag."""
+
 INFORMATIVE = frozenset({"help", "usage", "version", "autocomplete"})
 """sbatch prints something and submits nothing."""

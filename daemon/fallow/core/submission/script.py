@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from fallow.core.submission.sbatch_line import Component, OptionUse, parse_nodes, parse_options
+from fallow.core.submission.sbatch_table import FALLOW_KEYS
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 from fallow.model.bounds import MOST_MINUTES, MOST_SEED, MOST_SHARE, MOST_SLOTS
 
@@ -186,20 +187,20 @@ def parse_settings(text: str, where: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for word in split_directive(text, where):
         key, equals, value = word.removeprefix("--").partition("=")
-        if key in _FLAGS:
+        form = FALLOW_KEYS.get(key)
+        if form == "":
             if equals:
                 raise FallowError(f"{where}: #FALLOW {key} takes no value", Exit.DATA)
             settings[key] = True
             continue
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, (*_KEYS, *_FLAGS), n=1)
-            advice = f"did you mean {near[0]}?" if near else f"the keys are {', '.join((*_KEYS, *_FLAGS))}"
+        if form is None:
+            near = difflib.get_close_matches(key, FALLOW_KEYS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FALLOW_KEYS)}"
             raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
-        form, read = _KEYS[key]
         if not value:
             raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={form}", Exit.DATA)
         try:
-            settings[key] = read(value)
+            settings[key] = _READERS[key](value)
         except ValueError as error:
             raise FallowError(f"{where}: #FALLOW {key}={value[:64]}: {error}", Exit.DATA) from error
         except FallowError as error:
@@ -242,20 +243,17 @@ def _deadline(text: str) -> str:
     return text
 
 
-_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "nodes": ("MIN:MAX", _nodes),
-    "workers-per-node": ("N", _integer(1, MOST_SLOTS)),
-    "partitions": ("A,B", lambda text: [part for part in text.split(",") if part]),
-    "budget-node-hours": ("HOURS", _above_0),
-    "weight": ("NUMBER", _above_0),
-    "deadline": ("YYYY-MM-DD[THH:MM]", _deadline),
-    "seed": ("N", _integer(0, MOST_SEED)),
-    "min-minutes": ("N", _integer(1, MOST_MINUTES)),
-    "harvest-account": ("NAME", _account),
+_READERS: dict[str, Callable[[str], Any]] = {
+    "nodes": _nodes,
+    "workers-per-node": _integer(1, MOST_SLOTS),
+    "partitions": lambda text: [part for part in text.split(",") if part],
+    "budget-node-hours": _above_0,
+    "weight": _above_0,
+    "deadline": _deadline,
+    "seed": _integer(0, MOST_SEED),
+    "min-minutes": _integer(1, MOST_MINUTES),
+    "harvest-account": _account,
 }
-"""Key -> (form of its value, function that reads the value)."""
-
-_FLAGS = ("outlive-base",)
 
 DEADLINE_FORMS = "YYYY-MM-DD, YYYY-MM-DDTHH:MM, a weekday such as friday, or friday-18:00"
 """A day without a time means the end of the day."""

@@ -6,7 +6,7 @@ from fallow.core.accounting.launch_failures import note_agent_arrival
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Gather, Report
-from fallow.core.membership.names import member_name
+from fallow.core.membership.names import member_name, worker_name
 from fallow.core.protocol import (
     AgentLeft,
     AgentRefused,
@@ -283,6 +283,9 @@ def _handle_end(turn: Turn, run: Run, allocation: Allocation, host: str, ended: 
     if node is None or (node.token, node.host, node.boot) != (allocation.token, host, ended.boot):
         return
     end_text = f"killed by signal {ended.signal}" if ended.signal is not None else f"exited with {ended.code}"
+    if ended.slot is not None and node.slots > 1:
+        verb = "was " if ended.signal is not None else ""
+        end_text = f"worker {worker_name(node.id, ended.slot, node.slots)} {verb}{end_text}"
     last = ended.tail.strip().splitlines()[-1:]
     if ended.code not in (0, None) and last:
         end_text += f" ({last[0][:200]})"

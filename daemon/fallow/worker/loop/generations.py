@@ -137,7 +137,7 @@ class Generations:
         try:
             parts = wait()
         except Interrupted:
-            self._report_break()  # first: a sibling may be busy, and other nodes wait
+            self._report_break()  # first: the head hears of it as soon as the last sibling has reported it, too
             shared_bytes = node.share(None)
             if shared_bytes is None:
                 raise

@@ -1,7 +1,6 @@
 """One optimizer step as the script sees it, and what the member does between two steps."""
 
 import math
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +149,8 @@ class Update:
         member.pace.end_step()
         member.ledger.add(StepFinished(generation=member.group.generation, step=at.step))
         loss = self.figures.get("loss", at.loss)
-        if member.group.rank == 0 and math.isnan(loss or 0.0) and not math.isnan(at.loss or 0.0):
-            sys.stderr.write(_NO_NUMBER.format(step=at.step) + _ROLL_BACK * (member.session is not None))
+        if math.isnan(loss or 0.0) and not math.isnan(at.loss or 0.0):  # told again after a rollback
+            self._loop.tell(_NO_NUMBER + _ROLL_BACK * (member.session is not None))
         at.loss = loss
         at.finish_step(cut.samples, last=cut.last)
         speed = cut.samples / max(member.last_step_end - self.began_at, 1e-9)

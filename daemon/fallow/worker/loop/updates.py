@@ -287,10 +287,15 @@ class Loop:
         if not self._in_call:
             place.finish_left_loop()
 
-    def tell_once(self, text: str) -> None:
-        """Write a text with the step to standard error, on rank 0 and once."""
-        if text not in self._written_warnings and self.member.group.rank == 0:
+    def tell(self, text: str) -> None:
+        """Write a text with the step to standard error, on rank 0."""
+        if self.member.group.rank == 0:
             sys.stderr.write(text.format(step=self.member.place.position.step))
+
+    def tell_once(self, text: str) -> None:
+        """Like `tell`, but nothing the second time."""
+        if text not in self._written_warnings:
+            self.tell(text)
         self._written_warnings.add(text)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:

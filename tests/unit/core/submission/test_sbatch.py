@@ -42,6 +42,10 @@ def test_what_only_sbatch_reads_so_is_split_as_sbatch_does() -> None:
     ("line", "message"),
     [
         (["--nodse=2", "a.sh"], "did you mean --nodes?"),
+        (["--workers-per-node=2", "a.sh"], "write --fallow=workers-per-node=2, or a line `#FALLOW workers-per-node=2`"),
+        (["--worker-per-node", "2", "a.sh"], "write --fallow=workers-per-node=N,"),
+        (["--weight=2", "a.sh"], "write --fallow=weight=2,"),
+        (["--outlive-base", "a.sh"], "write --fallow=outlive-base,"),
         (["--ntasks-per=2"], "could be any of"),
         (["-Z", "a.sh"], "no option -Z"),
         (["-N", ":", "-N2", "a.sh"], "-N needs a value"),
