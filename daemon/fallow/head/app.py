@@ -109,7 +109,8 @@ class Head:
         if slurm is not None:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._slurm = paced
-        self._calls = SlurmCalls(paced, self._registry, self._harvest, self._inbox, self._faults)
+        self.files = FileCalls()
+        self._calls = SlurmCalls(paced, self._registry, self._harvest, self._inbox, self.files, self._faults)
         self._pruning = Pruning(config.prune)
         self._handler = ControlHandler(
             Operations(self._registry, self._harvest, self._pruning),
@@ -118,10 +119,10 @@ class Head:
             self._harvest,
             self._calls,
             self._inbox,
+            self.files,
             self._faults,
             stand_in=stand_in,
         )
-        self._files = FileCalls()
         self._held_ends: dict[str | None, list[tuple[str, ToAgent]]] = {}
         "run that has ended -> orders to end for its agents, which wait until the run's report is written"
         self._recovery = Recovery(self._registry, self._durable, self._faults, self._persist, self._carry_out)
@@ -381,7 +382,7 @@ class Head:
                 file.unlink(missing_ok=True)
 
         with contextlib.suppress(FallowError):  # a file that stays is harmless: its key is revoked
-            await self._files.call(str(self.paths.runs), remove, FILES_S)
+            await self.files.call(str(self.paths.runs), remove, FILES_S)
 
     async def _report(self, run: Run, first: RunReport, complete: Callable[[], RunReport]) -> None:
         """Write a run's report, then let its agents end. `fallow run` reads the report to decide whether the rest of
@@ -395,10 +396,10 @@ class Head:
 
         try:
             try:
-                await self._files.call(str(files.root), lambda: write(lambda: first), REPORT_S)
+                await self.files.call(str(files.root), lambda: write(lambda: first), REPORT_S)
             finally:
                 await self._send(self._held_ends.pop(run.id))
-            await self._files.call(str(files.root), lambda: write(complete), None)
+            await self.files.call(str(files.root), lambda: write(complete), None)
         except FallowError as error:  # `fallow report` tries again
             log.warning("report.unwritten", run=run.id, error=error.message)
 

@@ -26,7 +26,6 @@ from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.pyslurm_client import slurm_client
 from fallow.text import clean
-from fallow.threads import FileCalls
 from fallow.wire.address import allow_connections
 
 log = structlog.get_logger("fallow.head")
@@ -174,7 +173,7 @@ def former_config(paths: Paths, address: str) -> Config:
 
 async def watch(head: Head, paths: Paths) -> None:
     """Stop the head when its agent has ended or another head asks for the state folder."""
-    loop, agent_ended, files = asyncio.get_running_loop(), asyncio.Event(), FileCalls()
+    loop, agent_ended = asyncio.get_running_loop(), asyncio.Event()
     # Slurm signals all processes of a step. The agent tells this process what to do.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, lambda: None)
@@ -183,7 +182,7 @@ async def watch(head: Head, paths: Paths) -> None:
         paths.head_wanted.unlink(missing_ok=True)
     while not agent_ended.is_set():
         with contextlib.suppress(FallowError):  # the file system hangs
-            if await files.call(str(paths.state), partial(os.path.exists, paths.head_wanted), WANTED_EVERY_S):
+            if await head.files.call(str(paths.state), partial(os.path.exists, paths.head_wanted), WANTED_EVERY_S):
                 log.info("head.gives_way", advice="another head was started for this state folder")
                 head.stop()
                 return

@@ -71,7 +71,7 @@ class RedisServer:
         self._paths = paths
         self.program = program
         "path of the server program; empty: `find_server` looks for it"
-        self._files = FileCalls()
+        self._files = FileCalls()  # not the head's: a server knows no head, and nobody else uses its folder
         self.process: asyncio.subprocess.Process | None = None
         "server that this object started; None: no server"
         self.config_file, self.log_file = paths.redis_dir / "redis.conf", paths.redis_dir / "redis.log"

@@ -45,6 +45,7 @@ class ControlHandler:
         operations: the methods that change something.
         registry, durable, harvest, calls: sources of answers.
         inbox: queue of the head's loop.
+        files: makes calls that use shared files.
         faults: counts unexpected errors.
         stand_in: True if an agent has started the head.
     """
@@ -57,6 +58,7 @@ class ControlHandler:
         harvest: Harvest,
         calls: SlurmCalls,
         inbox: Inbox,
+        files: FileCalls,
         faults: Faults,
         *,
         stand_in: bool = False,
@@ -67,10 +69,10 @@ class ControlHandler:
         self._harvest = harvest
         self._calls = calls
         self._inbox = inbox
+        self._files = files
         self._faults = faults
         self._stand_in = stand_in
         self._started = steady()
-        self._files = FileCalls()
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
         params = check(method, params)
