@@ -125,6 +125,9 @@ class Head:
         )
         self._held_ends: dict[str | None, list[tuple[str, ToAgent]]] = {}
         "run that has ended -> orders to end for its agents, which wait until the run's report is written"
+        self._ends_sent = asyncio.Event()
+        "set while no order is held"
+        self._ends_sent.set()
         self._recovery = Recovery(self._registry, self._durable, self._faults, self._persist, self._carry_out)
         self._router: Router
 
@@ -139,8 +142,8 @@ class Head:
             async with contextlib.AsyncExitStack() as closing:
                 await self._open(closing)
                 await self._serve()
-                while self._held_ends:  # noqa: ASYNC110 - for REPORT_S at most
-                    await asyncio.sleep(0.02)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ends_sent.wait(), REPORT_S)
                 await self._save_statistics()
         finally:
             loop.set_exception_handler(former_handler)
@@ -354,6 +357,7 @@ class Head:
                 run = self._registry.runs[run_id]
                 self._faults.run_in_background("report", self._report(run, *report_of(self._registry, run)))
                 self._held_ends[run_id] = []
+                self._ends_sent.clear()
         try:
             await self._send(turn.messages)
         finally:  # also if the head is stopped in the middle
@@ -399,6 +403,8 @@ class Head:
                 await self.files.call(str(files.root), lambda: write(lambda: first), REPORT_S)
             finally:
                 await self._send(self._held_ends.pop(run.id))
+                if not self._held_ends:
+                    self._ends_sent.set()
             await self.files.call(str(files.root), lambda: write(complete), None)
         except FallowError as error:  # `fallow report` tries again
             log.warning("report.unwritten", run=run.id, error=error.message)
