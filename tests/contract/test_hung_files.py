@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from fallow.model import ClusterState, Exit, FallowError, JobRequest, KeyFile, R
 from head_in_process import HungFiles, Serving, serving
 from scripted_slurm import ScriptedSlurm
 from talk import hello
+from waiting import until
 
 HANGS = "its file system does not answer; try again when it answers"
 NODES = ("n1", "n2")
@@ -117,8 +119,21 @@ async def test_a_run_whose_folders_cannot_be_made_is_refused_and_leaves_nothing_
             assert [view.run for view in found.runs] == [other.run] and not found.head.internal_errors
             assert len(head.head._registry.principals) == 1
         made = await succeeds(lambda: head.create("late"))
+        for place in (runs, folder):
+            await until(lambda place=place: {path.name for path in place.iterdir()} == {other.run, made.run})
         assert read_struct(Path(made.key_file), KeyFile).token == made.token
         assert (scratch / made.run).is_dir()
+
+
+async def test_a_run_whose_files_find_no_room_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("fallow.head.state.registry.write_struct", full)
+    async with serving(tmp_path) as head:
+        with pytest.raises(FallowError, match="make room"):
+            await head.create()
+        await until(lambda: not list(head.head.paths.runs.iterdir()))
 
 
 @pytest.mark.usefixtures("patience")

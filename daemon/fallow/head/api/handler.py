@@ -101,7 +101,7 @@ class ControlHandler:
         source = f"request {method}"
         act: Callable[[Turn], Any] = partial(self._operations.handle, method=method, params=params)
         while isinstance(outcome := await self._inbox.ask(source, carry_out, run), FilesFirst):
-            result = await self._files.call(outcome.place, outcome.call, outcome.patience_s)
+            result = await self._files.call(outcome.place, outcome.call, outcome.patience_s, outcome.undo)
             act = partial(outcome.then, result)
         return outcome
 
