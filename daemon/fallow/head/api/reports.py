@@ -14,7 +14,16 @@ from fallow.core.quantile import quantiles
 from fallow.core.training.audit import Gap, Start, audit
 from fallow.files import read_struct, unreadable
 from fallow.head.state.registry import Registry, Run
-from fallow.model import ChangeKind, GenerationReport, PauseReport, Quantiles, RunReport, SampleReport
+from fallow.model import (
+    ChangeKind,
+    Exit,
+    FallowError,
+    GenerationReport,
+    PauseReport,
+    Quantiles,
+    RunReport,
+    SampleReport,
+)
 from fallow.worker.data.ledger import Record, read_ledger
 
 
@@ -40,14 +49,25 @@ def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], Run
         reproducible=contract is not None and bool(contract.arithmetic),
         steps_repeated=0 if final is None else final.repeated,
     )
-    paths, is_pruned = registry.paths.run(run.id), run.record.pruned
+    paths = registry.paths.run(run.id)
     count = sample_count(paths.ledger, run.roster, history)
 
     def complete() -> RunReport:
-        if is_pruned:
+        samples: SampleReport | FallowError
+        try:
+            samples = count()
+        except FallowError as error:
+            samples = error
+        # A count is good if the run is not pruned after it: a run is marked or forgotten before its ledgers go.
+        current = registry.runs.get(run.id)
+        if current is None:
+            raise FallowError(f"run {run.id} has just been pruned", Exit.NOINPUT)
+        if current.record.pruned:
             with contextlib.suppress(FileNotFoundError):
                 return read_struct(paths.report, RunReport)
-        return replace(report, samples=count())
+        if isinstance(samples, FallowError):
+            raise samples
+        return replace(report, samples=samples)
 
     return report, complete
 
