@@ -12,6 +12,9 @@ from fallow.model import Exit, FallowError
 FILES_S, SCAN_S = 10.0, 25.0
 """Longest waits for a few files and for many files. Commands wait 30 s for the head's answer."""
 
+COUNT_S = 600.0
+"""Longest count of a run's samples: about 20 GB of ledgers on a fast disk. Commands wait longer for its result."""
+
 T = TypeVar("T")
 
 

@@ -13,6 +13,7 @@ from fallow import __version__
 from fallow.clock import steady
 from fallow.head.api import views
 from fallow.head.api.operations import CHANGING, Operations
+from fallow.head.api.pruning import has_entries
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
@@ -35,7 +36,7 @@ from fallow.model import (
     UsageReport,
 )
 from fallow.model.bounds import Count, Name, Positive
-from fallow.threads import SCAN_S, FileCalls
+from fallow.threads import COUNT_S, FILES_S, FileCalls
 
 
 class ControlHandler:
@@ -118,8 +119,10 @@ class ControlHandler:
 
     async def report(self, run: Name) -> RunReport:
         asked_run = self._registry.get(run)
-        _, complete = report_of(self._registry, asked_run)
-        return await self._files.call(str(self._registry.paths.run(asked_run.id).root), complete, SCAN_S)
+        paths, (_, complete) = self._registry.paths.run(asked_run.id), report_of(self._registry, asked_run)
+        # A count may take long on a file system that answers, so find out first whether it does.
+        await self._files.call(str(paths.root), partial(has_entries, paths.ledger), FILES_S)
+        return await self._files.call(str(paths.ledger), complete, COUNT_S)
 
     async def usage(self, by: Name = "run", since: Name | None = None, run: Name | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):
