@@ -21,6 +21,8 @@ from fallow.head.main import exclusive_lease, former_config, main
 from fallow.head.state.lease import BEAT_S, VALID_S, WATCH_S, Lease, copy_store_files
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.wire.address import FILES, allow_connections
+from head_in_process import HungFiles
+from waiting import wait_for
 
 
 class World:
@@ -87,6 +89,16 @@ def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World
     assert world.paths.head_leases
     world.lease("login1").acquire()
     assert world.now == 0.0
+
+
+def test_a_head_ends_though_its_folder_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fallow.head.state.lease.FILES_S", 0.1)
+    lease = world.lease("login1")
+    lease.acquire()
+    with HungFiles(world.paths.state) as hung:
+        lease.release()
+        assert hung.calls and not hung.used_by_loop
+    wait_for("the folder answers, and the lease ends", lambda: not world.paths.head_leases)
 
 
 def test_who_watches_takes_over_as_soon_as_the_folder_is_given_up(world: World) -> None:
