@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, MutableMapping
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, TextIO, TypeVar, cast
 
@@ -26,6 +27,7 @@ from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.pyslurm_client import slurm_client
 from fallow.text import clean
+from fallow.threads import FILES_S, in_thread
 from fallow.wire.address import allow_connections
 
 log = structlog.get_logger("fallow.head")
@@ -125,7 +127,7 @@ def exclusive_lease(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
         with lease.renewal():
             yield lease
     finally:
-        lease.release()
+        wait([in_thread(lease.release, "files")], FILES_S)  # a folder that hangs must not hold up the end
 
 
 def _acquire(paths: Paths, lease: Lease, wait_s: float) -> None:

@@ -1,6 +1,7 @@
 """Which head serves a folder: leases, and heads that agents start."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import resource
@@ -92,11 +93,11 @@ def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World
 
 
 def test_a_head_ends_though_its_folder_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.head.state.lease.FILES_S", 0.1)
-    lease = world.lease("login1")
-    lease.acquire()
+    monkeypatch.setattr("fallow.head.main.FILES_S", 0.1)
+    serving = contextlib.ExitStack()
+    serving.enter_context(exclusive_lease(world.paths))
     with HungFiles(world.paths.state) as hung:
-        lease.release()
+        serving.close()
         assert hung.calls and not hung.used_by_loop
     wait_for("the folder answers, and the lease ends", lambda: not world.paths.head_leases)
 

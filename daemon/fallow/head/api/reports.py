@@ -14,16 +14,7 @@ from fallow.core.quantile import quantiles
 from fallow.core.training.audit import Gap, Start, audit
 from fallow.files import read_struct, unreadable
 from fallow.head.state.registry import Registry, Run
-from fallow.model import (
-    ChangeKind,
-    Exit,
-    FallowError,
-    GenerationReport,
-    PauseReport,
-    Quantiles,
-    RunReport,
-    SampleReport,
-)
+from fallow.model import ChangeKind, FallowError, GenerationReport, PauseReport, Quantiles, RunReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
 
 
@@ -58,13 +49,11 @@ def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], Run
             samples = count()
         except FallowError as error:
             samples = error
-        # A count is good if the run is not pruned after it: a run is marked or forgotten before its ledgers go.
         current = registry.runs.get(run.id)
-        if current is None:
-            raise FallowError(f"run {run.id} has just been pruned", Exit.NOINPUT)
-        if current.record.pruned:
+        if current is None or current.record.pruned:  # set before its ledgers are removed
             with contextlib.suppress(FileNotFoundError):
                 return read_struct(paths.report, RunReport)
+            return report
         if isinstance(samples, FallowError):
             raise samples
         return replace(report, samples=samples)

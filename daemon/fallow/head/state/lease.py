@@ -19,7 +19,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,6 @@ import structlog
 from fallow.files import Paths, read_private, sync_dir
 from fallow.model import Exit, FallowError
 from fallow.processes import find_process
-from fallow.threads import FILES_S, in_thread
 
 log = structlog.get_logger("fallow.head")
 
@@ -132,14 +130,10 @@ class Lease:
                 older.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Remove the lease file, so that the next head starts at once. A folder that hangs is not waited for."""
-
-        def remove() -> None:
-            with contextlib.suppress(OSError, FallowError):
-                if self._is_ours():
-                    self._file.unlink()
-
-        wait([in_thread(remove, "files")], FILES_S)
+        """Remove the lease file, so that the next head starts at once."""
+        with contextlib.suppress(OSError, FallowError):
+            if self._is_ours():
+                self._file.unlink()
 
     def _is_gone(self, former: Claim) -> bool:
         """True if the former head's process has ended; False if this place cannot tell."""
