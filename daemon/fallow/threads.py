@@ -12,6 +12,9 @@ from fallow.model import Exit, FallowError
 FILES_S, SCAN_S = 10.0, 25.0
 """Longest waits for a few files and for many files. Commands wait 30 s for the head's answer."""
 
+COUNT_S = 600.0
+"""Longest count of a run's samples: about 20 GB of ledgers on a fast disk. Commands wait longer for its result."""
+
 T = TypeVar("T")
 
 
@@ -44,13 +47,16 @@ class FileCalls:
         self._hanging: set[str] = set()
         "places where a call was not answered in time"
 
-    async def call(self, place: str, call: Callable[[], T], patience_s: float | None) -> T:
+    async def call(
+        self, place: str, call: Callable[[], T], patience_s: float | None, undo: Callable[[], None] | None = None
+    ) -> T:
         """Make a call in a thread. It must not use state that changes.
 
         Args:
             place: name of the folder, for messages.
             call: reads or writes files.
             patience_s: longest wait; None: no limit.
+            undo: called once a call has ended that failed or was late.
 
         Raises:
             FallowError: a file cannot be written, or the call has not ended in time. It may still end later.
@@ -58,6 +64,8 @@ class FileCalls:
         if place not in self._hanging:
             future = asyncio.wrap_future(in_thread(call, "files"))
             await asyncio.wait([future], timeout=patience_s)
+            if undo is not None and not (future.done() and future.exception() is None):
+                future.add_done_callback(lambda _: undo())
             if future.done():
                 with unwritable():
                     return future.result()

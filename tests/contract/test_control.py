@@ -52,6 +52,8 @@ class Head:
                 raise FallowError("run r: it is over", Exit.USAGE)
             case "drain":
                 await asyncio.sleep(60)
+            case "report" | "prune" | "pause":
+                await asyncio.sleep(0.2)
             case "usage":
                 return "x" * 5_000_000
             case "events":
@@ -202,6 +204,15 @@ async def test_answers_and_errors_of_the_head_reach_who_asked_and_the_connection
         assert caught.value.code is Exit.TEMPFAIL
         with pytest.raises(FallowError, match="went away"):  # its next answer may be the late one
             await client.call("status")
+
+
+async def test_who_asks_for_a_count_of_samples_waits_longer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "TIMEOUT_S", 0.1)
+    async with serving(folder) as (path, _), await ControlClient.connect(path) as client:
+        for method in ("report", "prune"):
+            assert await client.call(method) is None
+        with pytest.raises(FallowError, match=r"pause within 0.1 s"):
+            await client.call("pause")
 
 
 async def test_who_watches_is_told_each_event_once_and_goes_on_while_the_store_is_away(

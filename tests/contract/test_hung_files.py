@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,21 +18,17 @@ from fallow.core.protocol import Beat, BeatReply, EndAgent
 from fallow.files import read_struct
 from fallow.head.loop.inbox import AgentMessage
 from fallow.head.loop.turn import agent_peer
-from fallow.model import ClusterState, Exit, FallowError, JobRequest, KeyFile, RunReport, RunStatus
+from fallow.model import ClusterState, Exit, FallowError, JobRequest, KeyFile, RunReport, RunStatus, SampleReport
+from fallow.threads import FILES_S
 from head_in_process import HungFiles, Serving, serving
 from scripted_slurm import ScriptedSlurm
 from talk import hello
+from waiting import until
 
 HANGS = "its file system does not answer; try again when it answers"
 NODES = ("n1", "n2")
-
-
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.head.api.operations.FILES_S", 0.2)
-    monkeypatch.setattr("fallow.head.api.pruning.SCAN_S", 0.2)
-    monkeypatch.setattr("fallow.head.api.handler.SCAN_S", 0.2)
-    monkeypatch.setattr("fallow.head.app.REPORT_S", 0.2)
+SPEC = {"run": "", "name": "late", "min_nodes": 1, "max_nodes": 2, "local": True, "script": "#!/bin/sh\n"}
+T = TypeVar("T")
 
 
 class Agent:
@@ -65,8 +63,11 @@ def sent_by(head: Serving, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, o
 
 @contextlib.contextmanager
 def hanging(*folders: Path) -> Iterator[HungFiles]:
-    """These folders hang. The loop itself must not use them."""
-    with HungFiles(*folders) as hung:
+    """These folders hang, and the head is impatient. The loop itself must not use them."""
+    with pytest.MonkeyPatch.context() as patch, HungFiles(*folders) as hung:
+        for module in ("app", "slurm.calls", "api.handler", "api.operations"):
+            patch.setattr(f"fallow.head.{module}.FILES_S", 0.2)
+        patch.setattr("fallow.head.api.pruning.SCAN_S", 0.2)
         yield hung
     assert not hung.used_by_loop
 
@@ -84,16 +85,15 @@ async def fails(head: Serving, words: str, method: str, **params: Any) -> None:
     assert failed.value.code is Exit.TEMPFAIL
 
 
-async def create_at_last(head: Serving) -> NewRun:
+async def succeeds(call: Callable[[], Awaitable[T]]) -> T:
     """The file system answers again, sooner or later."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(FallowError):
-                return await head.create("late")
+                return await call()
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("place", ["checkpoints", "state"])
 async def test_a_run_whose_folders_cannot_be_made_is_refused_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -106,21 +106,32 @@ async def test_a_run_whose_folders_cannot_be_made_is_refused_and_leaves_nothing_
         runs = head.head.paths.runs
         folder, words = (scratch, f"[checkpoint] path {scratch}: ") if place == "checkpoints" else (runs, f"{runs}: ")
         words = words.replace("[", r"\[").replace("]", r"\]")
-        spec = {"run": "", "name": "late", "min_nodes": 1, "max_nodes": 2, "local": True, "script": "#!/bin/sh\n"}
         with hanging(folder) as hung:
             for _ in range(3):
-                await fails(head, f"^{words}{HANGS}", "create_run", spec=spec)
+                await fails(head, f"^{words}{HANGS}", "create_run", spec=SPEC)
             assert len(hung.calls) == 1, "threads do not pile up"
             await agent.beat()
             found = await head.snapshot()
             assert [view.run for view in found.runs] == [other.run] and not found.head.internal_errors
             assert len(head.head._registry.principals) == 1
-        made = await create_at_last(head)
+        made = await succeeds(lambda: head.create("late"))
+        for place in (runs, folder):
+            await until(lambda place=place: {path.name for path in place.iterdir()} == {other.run, made.run})
         assert read_struct(Path(made.key_file), KeyFile).token == made.token
         assert (scratch / made.run).is_dir()
 
 
-@pytest.mark.usefixtures("patience")
+async def test_a_run_whose_files_find_no_room_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("fallow.head.state.registry.write_struct", full)
+    async with serving(tmp_path) as head:
+        with pytest.raises(FallowError, match="make room"):
+            await head.create()
+        await until(lambda: not list(head.head.paths.runs.iterdir()))
+
+
 async def test_a_run_ends_though_its_report_cannot_be_written_and_waits_for_it_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +172,6 @@ async def test_a_head_that_stops_first_writes_a_report_and_tells_agents_of_the_e
     assert read_struct(head.head.paths.run(made.run).report, RunReport).status is RunStatus.CANCELLED
 
 
-@pytest.mark.usefixtures("patience")
 async def test_what_needs_files_of_one_run_fails_and_is_tried_again(tmp_path: Path) -> None:
     async with serving(tmp_path) as head:
         ended, given_up, going = [(await head.create(name)).run for name in ("ended", "given-up", "going")]
@@ -180,10 +190,43 @@ async def test_what_needs_files_of_one_run_fails_and_is_tried_again(tmp_path: Pa
             assert len(hung.calls) == 3
             removed = await head.call("prune", runs=[given_up], checkpoints=True)
             assert [one["run"] for one in removed] == [given_up], "no file decides about it"
-        await head.until(lambda _: not head.head._handler._files._hanging, "the file system answers")
-        place = await head.call("local_allocation", run=going)
+        place = await succeeds(lambda: head.call("local_allocation", run=going))
         assert read_struct(Path(place["key_file"]), KeyFile).token == place["token"]
-        assert [one["run"] for one in await head.call("prune", runs=[ended])] == [ended]
+        assert [one["run"] for one in await succeeds(lambda: head.call("prune", runs=[ended]))] == [ended]
+
+
+@pytest.mark.parametrize("method", ["report", "prune"])
+async def test_a_count_of_samples_has_a_deadline_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It takes long on a file system that answers, too."""
+    may_end = threading.Event()
+
+    def count(*_: object) -> SampleReport:
+        may_end.wait(60)
+        return SampleReport(consumed=64, lost=0, duplicated=0)
+
+    async with serving(tmp_path) as head:
+        run = (await head.create()).run
+        paths = head.head.paths.run(run)
+        monkeypatch.setattr("fallow.head.api.reports.audit", count)
+        await head.call("cancel", run=run)
+        for allocation in head.head._registry.runs[run].allocations.values():
+            allocation.is_counted = True
+        await until(paths.report.exists)
+        paths.report.unlink()  # as if the head had been stopped before it had counted
+        (paths.checkpoints / "step-1").mkdir()
+        params = {"runs": [run]} if method == "prune" else {"run": run}
+        for module in ("handler", "pruning"):
+            monkeypatch.setattr(f"fallow.head.api.{module}.COUNT_S", 0.1)
+        async with asyncio.timeout(0.8 * FILES_S):
+            await fails(head, HANGS, method, **params)
+        for module in ("handler", "pruning"):
+            monkeypatch.setattr(f"fallow.head.api.{module}.COUNT_S", 60.0)
+        may_end.set()
+        assert await succeeds(lambda: head.call(method, **params))
+        await until(paths.report.exists)
+        assert read_struct(paths.report, RunReport).samples.consumed == 64
 
 
 class IdleCluster(ScriptedSlurm):
@@ -210,19 +253,18 @@ class IdleCluster(ScriptedSlurm):
 
 async def test_jobs_are_submitted_once_their_keys_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fallow.head.slurm.calls.KEYS_RETRY_S", 0.1)
-    for user in ("app", "slurm.calls"):
-        monkeypatch.setattr(f"fallow.head.{user}.FILES_S", 0.1)
     slurm = IdleCluster()
     async with serving(tmp_path, slurm, slurm={"poll_interval_s": 0.1}, site={"harvest_unseen": True}) as head:
         made = await head.create("train", local=False, script="#!/bin/sh\n", cwd="/tmp")
         run = head.head._registry.runs[made.run]
         slurm.keys = head.head.paths.run(made.run).keys
         with hanging(head.head.paths.runs) as hung:
+            await fails(head, f"^{head.head.paths.runs}: {HANGS}", "create_run", spec=SPEC)
             run.record.base_wanted, run.record.slots = False, 1
             polls = (await head.snapshot()).head.polls
             found = await head.until(lambda seen: seen.head.polls > polls + 20, "it has polled often")
             assert not slurm.had_keys and not found.head.internal_errors
-            assert 1 <= len(hung.calls) <= 4
+            assert len(hung.calls) == 1, "all parts of the head know that the folder hangs"
             events = [event["text"] for event in await head.call("events", run=made.run) if event["kind"] == "withdraw"]
             assert events and all(HANGS in text for text in events)
             assert not found.runs[0].paused

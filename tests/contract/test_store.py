@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -428,6 +429,15 @@ async def test_a_folder_that_hangs_is_named_and_the_loop_does_not_use_it(
         await server.start()
         await server.stop()
         assert not watched.used_by_loop
+
+
+async def test_a_folder_of_path_that_hangs_is_named(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(server_module, "FILES_S", 0.1)
+    monkeypatch.setattr(server_module, "find_server", lambda: answers.wait(10))
+    with pytest.raises(FallowError, match=r"^PATH: its file system does not answer"):
+        await RedisServer(paths).start()
+    answers.set()
 
 
 async def test_a_server_that_no_signal_ends_does_not_keep_the_head(

@@ -13,10 +13,13 @@ from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, Answer, peer_uid, t
 from fallow.files import read_struct
 from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
 from fallow.text import quote
+from fallow.threads import COUNT_S
 
 T = TypeVar("T")
 
 TIMEOUT_S = 30.0
+COUNT_TIMEOUTS_S = dict.fromkeys(("report", "prune"), COUNT_S + TIMEOUT_S)
+"Longest waits for the answers to methods that count samples."
 CONNECT_S = 5.0
 WATCH_S = 0.5
 RECENT_EVENTS, MOST_EVENTS = 200, 10_000
@@ -83,11 +86,12 @@ class ControlClient:
         self._writer.close()
 
     @overload
-    async def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any: ...
+    async def call(self, method: str, *, timeout_s: float | None = None, **params: Any) -> Any: ...
     @overload
-    async def call(self, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
-    async def call(self, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
+    async def call(self, method: str, type_: type[T], *, timeout_s: float | None = None, **params: Any) -> T: ...
+    async def call(self, method: str, type_: Any = Any, *, timeout_s: float | None = None, **params: Any) -> Any:
         """Send one request and return the answer, decoded as `type_`. Raises the head's FallowError."""
+        timeout_s = timeout_s or COUNT_TIMEOUTS_S.get(method, TIMEOUT_S)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ask(method, params)
@@ -166,10 +170,10 @@ class ControlClient:
 
 
 @overload
-def call(head_file: Path, method: str, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any: ...
+def call(head_file: Path, method: str, *, timeout_s: float | None = None, **params: Any) -> Any: ...
 @overload
-def call(head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
-def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
+def call(head_file: Path, method: str, type_: type[T], *, timeout_s: float | None = None, **params: Any) -> T: ...
+def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float | None = None, **params: Any) -> Any:
     """Connect, send one request, and close. For code without an event loop."""
 
     async def ask() -> Any:

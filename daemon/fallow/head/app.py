@@ -109,7 +109,8 @@ class Head:
         if slurm is not None:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._slurm = paced
-        self._calls = SlurmCalls(paced, self._registry, self._harvest, self._inbox, self._faults)
+        self.files = FileCalls()
+        self._calls = SlurmCalls(paced, self._registry, self._harvest, self._inbox, self.files, self._faults)
         self._pruning = Pruning(config.prune)
         self._handler = ControlHandler(
             Operations(self._registry, self._harvest, self._pruning),
@@ -118,12 +119,15 @@ class Head:
             self._harvest,
             self._calls,
             self._inbox,
+            self.files,
             self._faults,
             stand_in=stand_in,
         )
-        self._files = FileCalls()
         self._held_ends: dict[str | None, list[tuple[str, ToAgent]]] = {}
         "run that has ended -> orders to end for its agents, which wait until the run's report is written"
+        self._ends_sent = asyncio.Event()
+        "set while no order is held"
+        self._ends_sent.set()
         self._recovery = Recovery(self._registry, self._durable, self._faults, self._persist, self._carry_out)
         self._router: Router
 
@@ -138,8 +142,8 @@ class Head:
             async with contextlib.AsyncExitStack() as closing:
                 await self._open(closing)
                 await self._serve()
-                while self._held_ends:  # noqa: ASYNC110 - for REPORT_S at most
-                    await asyncio.sleep(0.02)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ends_sent.wait(), REPORT_S)
                 await self._save_statistics()
         finally:
             loop.set_exception_handler(former_handler)
@@ -353,6 +357,7 @@ class Head:
                 run = self._registry.runs[run_id]
                 self._faults.run_in_background("report", self._report(run, *report_of(self._registry, run)))
                 self._held_ends[run_id] = []
+                self._ends_sent.clear()
         try:
             await self._send(turn.messages)
         finally:  # also if the head is stopped in the middle
@@ -381,7 +386,7 @@ class Head:
                 file.unlink(missing_ok=True)
 
         with contextlib.suppress(FallowError):  # a file that stays is harmless: its key is revoked
-            await self._files.call(str(self.paths.runs), remove, FILES_S)
+            await self.files.call(str(self.paths.runs), remove, FILES_S)
 
     async def _report(self, run: Run, first: RunReport, complete: Callable[[], RunReport]) -> None:
         """Write a run's report, then let its agents end. `fallow run` reads the report to decide whether the rest of
@@ -395,10 +400,12 @@ class Head:
 
         try:
             try:
-                await self._files.call(str(files.root), lambda: write(lambda: first), REPORT_S)
+                await self.files.call(str(files.root), lambda: write(lambda: first), REPORT_S)
             finally:
                 await self._send(self._held_ends.pop(run.id))
-            await self._files.call(str(files.root), lambda: write(complete), None)
+                if not self._held_ends:
+                    self._ends_sent.set()
+            await self.files.call(str(files.root), lambda: write(complete), None)
         except FallowError as error:  # `fallow report` tries again
             log.warning("report.unwritten", run=run.id, error=error.message)
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, MutableMapping
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, TextIO, TypeVar, cast
 
@@ -26,7 +27,7 @@ from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.pyslurm_client import slurm_client
 from fallow.text import clean
-from fallow.threads import FileCalls
+from fallow.threads import FILES_S, in_thread
 from fallow.wire.address import allow_connections
 
 log = structlog.get_logger("fallow.head")
@@ -126,7 +127,7 @@ def exclusive_lease(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
         with lease.renewal():
             yield lease
     finally:
-        lease.release()
+        wait([in_thread(lease.release, "files")], FILES_S)  # a folder that hangs must not hold up the end
 
 
 def _acquire(paths: Paths, lease: Lease, wait_s: float) -> None:
@@ -174,7 +175,7 @@ def former_config(paths: Paths, address: str) -> Config:
 
 async def watch(head: Head, paths: Paths) -> None:
     """Stop the head when its agent has ended or another head asks for the state folder."""
-    loop, agent_ended, files = asyncio.get_running_loop(), asyncio.Event(), FileCalls()
+    loop, agent_ended = asyncio.get_running_loop(), asyncio.Event()
     # Slurm signals all processes of a step. The agent tells this process what to do.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         loop.add_signal_handler(number, lambda: None)
@@ -183,7 +184,7 @@ async def watch(head: Head, paths: Paths) -> None:
         paths.head_wanted.unlink(missing_ok=True)
     while not agent_ended.is_set():
         with contextlib.suppress(FallowError):  # the file system hangs
-            if await files.call(str(paths.state), partial(os.path.exists, paths.head_wanted), WANTED_EVERY_S):
+            if await head.files.call(str(paths.state), partial(os.path.exists, paths.head_wanted), WANTED_EVERY_S):
                 log.info("head.gives_way", advice="another head was started for this state folder")
                 head.stop()
                 return

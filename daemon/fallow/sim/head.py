@@ -51,6 +51,7 @@ from fallow.sim.slurm.view import config as config_of
 from fallow.sim.types import Ended, FirstStep, Measurement, Notice, Options, RunPlan, SimEvent, Started
 from fallow.sim.work import Head
 from fallow.slurm.paced import PacedClient
+from fallow.threads import FileCalls
 from fallow.wire.keys import KEY_LENGTH
 
 NEVER = 1 << 30
@@ -79,7 +80,7 @@ class VirtualHead(Head):
             clock=self.loop.time,
             wall=lambda: self.loop.now,
         )
-        self._calls = SlurmCalls(paced, self._registry, self.harvest, self._inbox, _NoFaults())
+        self._calls = SlurmCalls(paced, self._registry, self.harvest, self._inbox, FileCalls(), _NoFaults())
         self._leaving_tokens: set[str] = set()
         "tokens of the allocations that are about to leave"
         self._deadline_timers: dict[str, tuple[float, asyncio.TimerHandle | None]] = {}

@@ -8,9 +8,12 @@ import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fallow.core.checks.devices import VARIABLES
+from fallow.model import FallowError
+from fallow.threads import FileCalls
 
 # Everything of an outer job or of the user's defaults for these commands: SLURM_*, SLURMD_*, SQUEUE_FORMAT ...
 _FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI")
@@ -20,6 +23,9 @@ NO_FOLDER = 125
 
 NOT_BEGUN = 126
 "Exit code of shells for a command that cannot be run; here for a command that did not begin in time."
+
+
+_programs = FileCalls()  # not a head's: commands without a head call Slurm, too
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,10 @@ async def run(
         OSError: the command cannot be started.
     """
     # Search *our* PATH: exec would search the PATH that was captured for the job.
-    command = shutil.which(argv[0])
+    try:
+        command = await _programs.call("PATH", partial(shutil.which, argv[0]), timeout_s)
+    except FallowError as error:
+        raise OSError(errno.ETIMEDOUT, "a folder of PATH does not answer") from error
     if command is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     process = await asyncio.create_subprocess_exec(

@@ -71,7 +71,7 @@ class RedisServer:
         self._paths = paths
         self.program = program
         "path of the server program; empty: `find_server` looks for it"
-        self._files = FileCalls()
+        self._files = FileCalls()  # not the head's: a server knows no head, and nobody else uses its folder
         self.process: asyncio.subprocess.Process | None = None
         "server that this object started; None: no server"
         self.config_file, self.log_file = paths.redis_dir / "redis.conf", paths.redis_dir / "redis.log"
@@ -96,7 +96,7 @@ class RedisServer:
         """
         if self.alive:
             return
-        self.program = self.program or find_server()
+        self.program = self.program or await self._files.call("PATH", find_server, FILES_S)
         if problem := await self._use_files(self._check_folders):
             raise Unavailable(problem)
         await self._end_old()

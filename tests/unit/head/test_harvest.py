@@ -38,6 +38,7 @@ from fallow.model import (
     ShareView,
 )
 from fallow.slurm.paced import PacedClient
+from fallow.threads import FileCalls
 
 from runs import Nodes  # isort: skip
 from scripted_slurm import ScriptedSlurm
@@ -216,7 +217,7 @@ class Loop:
     def __init__(self, site: Site, *, queries_per_min: float, submits_per_min: float) -> None:
         self.site, self.inbox = site, Inbox()
         client = PacedClient(site.slurm, queries_per_min=queries_per_min, submits_per_min=submits_per_min)
-        self.calls = SlurmCalls(client, site.book, site.harvest, self.inbox)
+        self.calls = SlurmCalls(client, site.book, site.harvest, self.inbox, FileCalls())
 
     def take(self, item: Item) -> Turn:
         """One turn; what it asks for waits in our own queue."""
@@ -362,7 +363,7 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
     run, inbox = site.run(), Inbox()
     await site.poll()
     client = PacedClient(site.slurm, queries_per_min=60, submits_per_min=60)
-    calls = SlurmCalls(client, site.book, site.harvest, inbox)
+    calls = SlurmCalls(client, site.book, site.harvest, inbox, FileCalls())
     site.slurm.refusal = "Invalid account or account/partition combination specified"
     assert await calls.test(run) == f"scavenge: {site.slurm.refusal}"
     assert await calls.test(run) == "", "not so soon again"

@@ -1,7 +1,9 @@
 """What ended runs have left goes by count and age, and nothing that somebody would miss; ticks look at them no more."""
 
+import shutil
 import threading
 from concurrent.futures import wait
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from fallow.cli.main import invoke
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
+from fallow.files import read_struct
 from fallow.head import deadlines
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, outdated
 from fallow.head.api.reports import report_of
@@ -23,6 +26,7 @@ from fallow.model import (
     Exit,
     FallowError,
     JobRequest,
+    RunReport,
     RunStatus,
     SampleReport,
 )
@@ -157,6 +161,44 @@ def test_the_audit_outlives_the_ledgers(desk: Desk, monkeypatch: pytest.MonkeyPa
     assert run.record.pruned
     assert report_of(desk.book, run)[1]() == before
     assert before.samples.consumed == 64
+
+
+def prune_during_count(desk: Desk, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first count begins, then a request counts and prunes the run, then the first count goes on."""
+    ledger, counts = desk.book.paths.run(run.id).ledger, count()
+
+    def audit(*_: object) -> SampleReport:
+        if next(counts) == 0:
+            turn = Turn(desk.book, 0.0, NOW)
+            desk.prune(turn, runs=[run.id])
+            for folder in turn.removals:
+                shutil.rmtree(folder, ignore_errors=True)
+        is_there = ledger.exists()
+        return SampleReport(consumed=64 * is_there, lost=64 * (not is_there), duplicated=0)
+
+    monkeypatch.setattr("fallow.head.api.reports.audit", audit)
+
+
+def test_a_report_whose_ledgers_are_removed_while_they_are_counted_tells_of_no_loss(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, removed = desk.run(40.0, checkpoint=True), desk.run(40.0)
+    prune_during_count(desk, run, monkeypatch)
+    assert report_of(desk.book, run)[1]().samples == SampleReport(consumed=64, lost=0, duplicated=0)
+    prune_during_count(desk, removed, monkeypatch)
+    report, complete = report_of(desk.book, removed)
+    assert complete() == report
+
+
+def test_the_hourly_round_does_not_replace_a_count_by_one_without_ledgers(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = desk.run(40.0, checkpoint=True)
+    desk.run(1.0)
+    prune_during_count(desk, run, monkeypatch)
+    desk.tick()
+    stored = read_struct(desk.book.paths.run(run.id).report, RunReport)
+    assert stored.samples == SampleReport(consumed=64, lost=0, duplicated=0)
 
 
 def test_without_a_report_ledgers_stay(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

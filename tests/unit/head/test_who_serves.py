@@ -1,6 +1,7 @@
 """Which head serves a folder: leases, and heads that agents start."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import resource
@@ -21,6 +22,8 @@ from fallow.head.main import exclusive_lease, former_config, main
 from fallow.head.state.lease import BEAT_S, VALID_S, WATCH_S, Lease, copy_store_files
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.wire.address import FILES, allow_connections
+from head_in_process import HungFiles
+from waiting import wait_for
 
 
 class World:
@@ -87,6 +90,16 @@ def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World
     assert world.paths.head_leases
     world.lease("login1").acquire()
     assert world.now == 0.0
+
+
+def test_a_head_ends_though_its_folder_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fallow.head.main.FILES_S", 0.1)
+    serving = contextlib.ExitStack()
+    serving.enter_context(exclusive_lease(world.paths))
+    with HungFiles(world.paths.state) as hung:
+        serving.close()
+        assert hung.calls and not hung.used_by_loop
+    wait_for("the folder answers, and the lease ends", lambda: not world.paths.head_leases)
 
 
 def test_who_watches_takes_over_as_soon_as_the_folder_is_given_up(world: World) -> None:

@@ -1,9 +1,11 @@
 """Slurm's commands: what keeps them from starting, and one poll from what was read at several moments."""
 
 import asyncio
+import contextlib
 import os
 import stat
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from fallow.model import ClusterState, FallowError, JobInfo, JobRequest, NodeInf
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected
 from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
+from fallow.slurm.process import run
 from fallow.slurm.state import cluster_state, user_name
 from scripted_slurm import ScriptedSlurm
 
@@ -79,6 +82,28 @@ async def test_missing_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PATH", "/nosuch")
     with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
         await CliClient().config()
+
+
+async def test_a_folder_of_path_that_hangs_costs_calls_of_slurm_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, threads = threading.Event(), list[threading.Thread]()
+
+    def hang(name: str) -> None:
+        threads.append(threading.current_thread())
+        answers.wait(10)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fallow.slurm.process.shutil.which", hang)
+        for _ in range(3):
+            with pytest.raises(SlurmUnavailable, match=r"scancel .*a folder of PATH does not answer"):
+                await CliClient(query_timeout_s=0.1).cancel(["7"])
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    answers.set()
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(OSError):
+                assert (await run(["true"], environment={}, timeout_s=60.0)).code == 0
+                return
+            await asyncio.sleep(0.01)
 
 
 # -- one poll ---------------------------------------------------------------------------------------------------------

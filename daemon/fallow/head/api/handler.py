@@ -13,6 +13,7 @@ from fallow import __version__
 from fallow.clock import steady
 from fallow.head.api import views
 from fallow.head.api.operations import CHANGING, Operations
+from fallow.head.api.pruning import has_entries
 from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
@@ -35,7 +36,7 @@ from fallow.model import (
     UsageReport,
 )
 from fallow.model.bounds import Count, Name, Positive
-from fallow.threads import SCAN_S, FileCalls
+from fallow.threads import COUNT_S, FILES_S, FileCalls
 
 
 class ControlHandler:
@@ -45,6 +46,7 @@ class ControlHandler:
         operations: the methods that change something.
         registry, durable, harvest, calls: sources of answers.
         inbox: queue of the head's loop.
+        files: makes calls that use shared files.
         faults: counts unexpected errors.
         stand_in: True if an agent has started the head.
     """
@@ -57,6 +59,7 @@ class ControlHandler:
         harvest: Harvest,
         calls: SlurmCalls,
         inbox: Inbox,
+        files: FileCalls,
         faults: Faults,
         *,
         stand_in: bool = False,
@@ -67,10 +70,10 @@ class ControlHandler:
         self._harvest = harvest
         self._calls = calls
         self._inbox = inbox
+        self._files = files
         self._faults = faults
         self._stand_in = stand_in
         self._started = steady()
-        self._files = FileCalls()
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
         params = check(method, params)
@@ -99,7 +102,7 @@ class ControlHandler:
         source = f"request {method}"
         act: Callable[[Turn], Any] = partial(self._operations.handle, method=method, params=params)
         while isinstance(outcome := await self._inbox.ask(source, carry_out, run), FilesFirst):
-            result = await self._files.call(outcome.place, outcome.call, outcome.patience_s)
+            result = await self._files.call(outcome.place, outcome.call, outcome.patience_s, outcome.undo)
             act = partial(outcome.then, result)
         return outcome
 
@@ -116,8 +119,10 @@ class ControlHandler:
 
     async def report(self, run: Name) -> RunReport:
         asked_run = self._registry.get(run)
-        _, complete = report_of(self._registry, asked_run)
-        return await self._files.call(str(self._registry.paths.run(asked_run.id).root), complete, SCAN_S)
+        paths, (_, complete) = self._registry.paths.run(asked_run.id), report_of(self._registry, asked_run)
+        # A count may take long on a file system that answers, so find out first whether it does.
+        await self._files.call(str(paths.root), partial(has_entries, paths.ledger), FILES_S)
+        return await self._files.call(str(paths.ledger), complete, COUNT_S)
 
     async def usage(self, by: Name = "run", since: Name | None = None, run: Name | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):

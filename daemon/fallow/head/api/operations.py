@@ -16,6 +16,7 @@ from fallow.files import private_dir, write_struct
 from fallow.head.api.pruning import Pruning
 from fallow.head.loop.inbox import FilesFirst
 from fallow.head.loop.turn import Turn
+from fallow.head.peers.checkpoints import remove
 from fallow.head.slurm.harvest import Harvest, give_all_back
 from fallow.head.state.registry import Registry, Run, write_run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
@@ -60,12 +61,13 @@ class Operations:
             return NewRun(run=run.id, token=base.token, folder=str(folder.root), key_file=str(folder.key(base.token)))
 
         write = partial(write_run, paths, new.spec, self._registry.unwritten_keys.pop(base.token))
-        own_files = FilesFirst(str(paths.runs), write, add, FILES_S)
+        undo = partial(remove, [str(folder.root), *filter(None, [checkpoints])])
+        own_files = FilesFirst(str(paths.runs), write, add, FILES_S, undo)
         if not checkpoints:
             return own_files
         place = f"[checkpoint] path {self._registry.config.checkpoint.path}"
         make_folder = partial(_make_checkpoint_folder, checkpoints)
-        return FilesFirst(place, make_folder, lambda _, turn: own_files, FILES_S)
+        return FilesFirst(place, make_folder, lambda _, turn: own_files, FILES_S, undo)
 
     def local_allocation(self, turn: Turn, run: Name) -> LocalAllocation | FilesFirst:
         """Reserve a node of `fallow local`. Nodes are numbered in order of their requests, from n0."""

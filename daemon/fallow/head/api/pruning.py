@@ -23,7 +23,7 @@ from fallow.head.state.registry import Registry, Run
 from fallow.model import Exit, FallowError, RunReport
 from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import quote
-from fallow.threads import SCAN_S, in_thread
+from fallow.threads import COUNT_S, SCAN_S, in_thread
 
 log = structlog.get_logger("fallow.head")
 
@@ -107,8 +107,11 @@ class Pruning:
         if checkpoints:
             return remove([0] * len(chosen_ids), turn)
         scans = [_prepare_scan(registry, run, keeps_report=not dry_run) for run in chosen_runs]
-        place = " or ".join(str(registry.checkpoint_folder(run)) for run in chosen_runs[:3])
-        return FilesFirst(place, lambda: [scan() for scan in scans], remove, SCAN_S)
+        folders = [registry.checkpoint_folder(run) for run in chosen_runs]
+        place = " or ".join(map(str, folders[:3]))
+        count = FilesFirst(place, lambda: [scan() for scan in scans], remove, COUNT_S)
+        # Scans may count samples, which takes long on a file system that answers, too.
+        return FilesFirst(place, lambda: [*map(has_entries, folders)], lambda _, turn: count, SCAN_S)
 
     @staticmethod
     def _find_ended_run(registry: Registry, name: str) -> Run:
@@ -210,7 +213,7 @@ def _count_checkpoints(folder: Path, is_elsewhere: bool) -> int:
         return sum(1 for _ in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         # A folder outside of the state folder may be on a file system that is not mounted now.
-        if not is_elsewhere or _has_entries(folder.parent):
+        if not is_elsewhere or has_entries(folder.parent):
             return 0
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -221,7 +224,7 @@ def _count_checkpoints(folder: Path, is_elsewhere: bool) -> int:
     )
 
 
-def _has_entries(folder: Path) -> bool:
+def has_entries(folder: Path) -> bool:
     try:
         return next(folder.iterdir(), None) is not None
     except OSError:

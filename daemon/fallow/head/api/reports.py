@@ -14,7 +14,7 @@ from fallow.core.quantile import quantiles
 from fallow.core.training.audit import Gap, Start, audit
 from fallow.files import read_struct, unreadable
 from fallow.head.state.registry import Registry, Run
-from fallow.model import ChangeKind, GenerationReport, PauseReport, Quantiles, RunReport, SampleReport
+from fallow.model import ChangeKind, FallowError, GenerationReport, PauseReport, Quantiles, RunReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
 
 
@@ -40,14 +40,23 @@ def report_of(registry: Registry, run: Run) -> tuple[RunReport, Callable[[], Run
         reproducible=contract is not None and bool(contract.arithmetic),
         steps_repeated=0 if final is None else final.repeated,
     )
-    paths, is_pruned = registry.paths.run(run.id), run.record.pruned
+    paths = registry.paths.run(run.id)
     count = sample_count(paths.ledger, run.roster, history)
 
     def complete() -> RunReport:
-        if is_pruned:
+        samples: SampleReport | FallowError
+        try:
+            samples = count()
+        except FallowError as error:
+            samples = error
+        current = registry.runs.get(run.id)
+        if current is None or current.record.pruned:  # set before its ledgers are removed
             with contextlib.suppress(FileNotFoundError):
                 return read_struct(paths.report, RunReport)
-        return replace(report, samples=count())
+            return report
+        if isinstance(samples, FallowError):
+            raise samples
+        return replace(report, samples=samples)
 
     return report, complete
 

@@ -43,6 +43,8 @@ class FilesFirst(NamedTuple):
     then: Callable[[Any, Turn], Any]
     "gets the result of `call`"
     patience_s: float
+    undo: Callable[[], None] | None = None
+    "called if `call` fails or is late"
 
 
 @dataclass(frozen=True, slots=True)

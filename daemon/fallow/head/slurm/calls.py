@@ -49,6 +49,7 @@ class SlurmCalls:
         registry: all runs.
         harvest: makes requests for sbatch and takes in polls.
         inbox: queue of the head's loop.
+        files: makes calls that use shared files.
         faults: counts unexpected errors.
     """
 
@@ -58,6 +59,7 @@ class SlurmCalls:
         registry: Registry,
         harvest: Harvest,
         inbox: Inbox,
+        files: FileCalls,
         faults: Faults | None = None,
     ) -> None:
         self.config: ClusterConfig | None = None
@@ -79,6 +81,7 @@ class SlurmCalls:
         self._registry = registry
         self._harvest = harvest
         self._inbox = inbox
+        self._files = files
         self._faults = faults or Faults()
         self._tested_at = -TEST_EVERY_S
         self._is_stopped = False
@@ -86,7 +89,6 @@ class SlurmCalls:
         self._owner: OwnerView | None = None
         self._owner_at = 0.0
         self._owner_task: asyncio.Task[None] | None = None
-        self._files = FileCalls()
 
     def sources(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """Tasks to run beside the head's loop, by name."""
