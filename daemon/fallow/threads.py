@@ -62,14 +62,16 @@ class FileCalls:
             FallowError: a file cannot be written, or the call has not ended in time. It may still end later.
         """
         if place not in self._hanging:
-            future = asyncio.wrap_future(in_thread(call, "files"))
+            work = in_thread(call, "files")
+            future = asyncio.wrap_future(work)
             await asyncio.wait([future], timeout=patience_s)
             if undo is not None and not (future.done() and future.exception() is None):
-                future.add_done_callback(lambda _: undo())
+                work.add_done_callback(lambda _: undo())
             if future.done():
                 with unwritable():
                     return future.result()
             self._hanging.add(place)
-            future.add_done_callback(lambda _: self._hanging.discard(place))
+            # In that thread, since the loop may have ended by then.
+            work.add_done_callback(lambda _: self._hanging.discard(place))
             future.add_done_callback(asyncio.Future.exception)  # nobody waits for the error
         raise FallowError(f"{place}: its file system does not answer; try again when it answers", Exit.TEMPFAIL)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fallow.core.checks.devices import VARIABLES
 from fallow.model import FallowError
-from fallow.threads import FileCalls
+from fallow.threads import FILES_S, FileCalls
 
 # Everything of an outer job or of the user's defaults for these commands: SLURM_*, SLURMD_*, SQUEUE_FORMAT ...
 _FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI")
@@ -80,7 +80,7 @@ async def run(
     """
     # Search *our* PATH: exec would search the PATH that was captured for the job.
     try:
-        command = await _programs.call("PATH", partial(shutil.which, argv[0]), timeout_s)
+        command = await _programs.call("PATH", partial(shutil.which, argv[0]), FILES_S)
     except FallowError as error:
         raise OSError(errno.ETIMEDOUT, "a folder of PATH does not answer") from error
     if command is None:
