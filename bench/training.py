@@ -217,9 +217,9 @@ def _ddp_steps(model: nn.Module, loader: Any, args: argparse.Namespace) -> Steps
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
     """Remove Fallow's hooks on the steps of all optimizers for a turn: a training with DDP alone has none."""
-    before, behind = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
-    assert all((before, behind)), "Fallow registers them elsewhere now"
-    with patch.dict(before, clear=True), patch.dict(behind, clear=True):
+    hooks = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    assert all(hooks), "Fallow registers them elsewhere now"
+    with patch.dict(hooks[0], clear=True), patch.dict(hooks[1], clear=True):
         yield
 
 

@@ -333,7 +333,7 @@ async def test_the_worker_that_ends_first_tells_the_reason_and_not_what_its_end_
         # The other one hears of it before the agent does.
         os.waitid(os.P_PID, rig.pids()[slot], os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
         rig.order(f"if slot != {slot}: say({fault})")
-        await until(lambda: rig.crew.facts()[1 - slot].status.fault is not None)
+        await until(lambda: rig.crew.facts()[1 - slot].fault_s and rig.crew.facts()[slot].cut_off_s)
         assert rig.report().fault is None
         ended = await rig.ended()
         assert (ended.code, ended.signal) == (None, signal.SIGKILL)

@@ -19,7 +19,7 @@ from fallow.files import read_struct
 from fallow.head.loop.inbox import AgentMessage
 from fallow.head.loop.turn import agent_peer
 from fallow.model import ClusterState, Exit, FallowError, JobRequest, KeyFile, RunReport, RunStatus, SampleReport
-from fallow.threads import FILES_S
+from fallow.threads import FILES_S, SCAN_S, FileCalls
 from head_in_process import HungFiles, Serving, serving
 from scripted_slurm import ScriptedSlurm
 from talk import hello
@@ -63,11 +63,16 @@ def sent_by(head: Serving, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, o
 
 @contextlib.contextmanager
 def hanging(*folders: Path) -> Iterator[HungFiles]:
-    """These folders hang, and the head is impatient. The loop itself must not use them."""
+    """These folders hang, and the head is impatient with them. The loop itself must not use them."""
+    with_patience = FileCalls.call
+
+    async def call(self: FileCalls, place: str, work: Any, patience_s: float | None, *undo: Any) -> Any:
+        if patience_s in (FILES_S, SCAN_S) and any(str(folder) in place for folder in folders):
+            patience_s = 0.2
+        return await with_patience(self, place, work, patience_s, *undo)
+
     with pytest.MonkeyPatch.context() as patch, HungFiles(*folders) as hung:
-        for module in ("app", "slurm.calls", "api.handler", "api.operations"):
-            patch.setattr(f"fallow.head.{module}.FILES_S", 0.2)
-        patch.setattr("fallow.head.api.pruning.SCAN_S", 0.2)
+        patch.setattr(FileCalls, "call", call)
         yield hung
     assert not hung.used_by_loop
 
@@ -109,14 +114,14 @@ async def test_a_run_whose_folders_cannot_be_made_is_refused_and_leaves_nothing_
         with hanging(folder) as hung:
             for _ in range(3):
                 await fails(head, f"^{words}{HANGS}", "create_run", spec=SPEC)
-            assert len(hung.calls) == 1, "threads do not pile up"
+            await until(lambda: len(hung.calls) == 1)
             await agent.beat()
             found = await head.snapshot()
             assert [view.run for view in found.runs] == [other.run] and not found.head.internal_errors
             assert len(head.head._registry.principals) == 1
         made = await succeeds(lambda: head.create("late"))
-        for place in (runs, folder):
-            await until(lambda place=place: {path.name for path in place.iterdir()} == {other.run, made.run})
+        for path in (runs, scratch):
+            await until(lambda path=path: {one.name for one in path.iterdir()} == {other.run, made.run})
         assert read_struct(Path(made.key_file), KeyFile).token == made.token
         assert (scratch / made.run).is_dir()
 
@@ -187,7 +192,7 @@ async def test_what_needs_files_of_one_run_fails_and_is_tried_again(tmp_path: Pa
                 await fails(head, f"^{runs / run / 'checkpoints'}: {HANGS}", "prune", runs=[run])
             await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going)
             await fails(head, f"^{runs}: {HANGS}", "local_allocation", run=going)
-            assert len(hung.calls) == 3
+            await until(lambda: len(hung.calls) == 3)
             removed = await head.call("prune", runs=[given_up], checkpoints=True)
             assert [one["run"] for one in removed] == [given_up], "no file decides about it"
         place = await succeeds(lambda: head.call("local_allocation", run=going))
@@ -264,7 +269,7 @@ async def test_jobs_are_submitted_once_their_keys_are_written(tmp_path: Path, mo
             polls = (await head.snapshot()).head.polls
             found = await head.until(lambda seen: seen.head.polls > polls + 20, "it has polled often")
             assert not slurm.had_keys and not found.head.internal_errors
-            assert len(hung.calls) == 1, "all parts of the head know that the folder hangs"
+            await until(lambda: len(hung.calls) == 1, "all parts of the head know that the folder hangs")
             events = [event["text"] for event in await head.call("events", run=made.run) if event["kind"] == "withdraw"]
             assert events and all(HANGS in text for text in events)
             assert not found.runs[0].paused

@@ -155,9 +155,9 @@ class Crew:
 
     def look(self) -> None:
         """Notice workers that have ended, stopped or continued. Call it at SIGCHLD."""
-        for worker in self._workers:
-            if worker.look():
-                self._note_end(worker)
+        ended = [worker for worker in self._workers if worker.look()]
+        for worker in sorted(ended, key=lambda worker: worker.over_at):
+            self._note_end(worker)
         is_over = all(worker.process.has_ended or worker.is_orderly for worker in self._workers)
         if self._ending.decisive is not None and is_over and self.is_alive:
             self._kill_after(EXIT_S)

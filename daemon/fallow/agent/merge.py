@@ -31,6 +31,9 @@ from fallow.core.membership.messages import (
 from fallow.core.protocol import Beat, Part, Progress, Status
 from fallow.model import Doing
 
+AT_ONCE_S = 0.1
+"""The kernel may close a dying worker's connections to other workers a moment before the one to the agent."""
+
 IN_VAIN_S = 5.0
 """A worker that has waited so long in a joint call has not merely been told late what another worker knows."""
 
@@ -52,8 +55,10 @@ class Facts:
     "seconds for which its process has been stopped (SIGSTOP)"
     mute_s: float = 0.0
     "seconds without a message from the worker; 0 once it has closed its channel"
-    is_cut_off: bool = False
-    "it has ended without a finish or a fault, and this agent has not killed it"
+    fault_s: float = 0.0
+    "seconds since its first status with a fault arrived"
+    cut_off_s: float = 0.0
+    "seconds since it ended without a finish or a fault; 0: it did not, or this agent has killed it"
     pid: int = 0
     "process id; 0: no process"
 
@@ -195,10 +200,12 @@ def _finish(workers: Sequence[Facts]) -> Finish | None:
 
 
 def _fault(workers: Sequence[Facts]) -> Fault | None:
-    """None if a worker was cut off: the others' joint calls fail because of that, and its end tells the reason."""
-    if any(worker.is_cut_off for worker in workers):
+    """First fault; None if a worker was cut off before: the joint calls of the others fail because of that."""
+    faulty = [worker for worker in workers if worker.status.fault is not None]
+    first = max(faulty, key=attrgetter("fault_s"), default=None)
+    if first is None or any(worker.cut_off_s > max(0.0, first.fault_s - AT_ONCE_S) for worker in workers):
         return None
-    return next(iter(_without_none(worker.status.fault for worker in workers)), None)
+    return first.status.fault
 
 
 def _waits_in_vain(worker: Facts) -> bool:

@@ -1,6 +1,7 @@
 """The agent's view of one worker: its process, the channel to it, its output and its last status."""
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -52,11 +53,13 @@ class Worker:
             self.process.give_up(f"worker {self._name} cannot be started: {error}")
         self.channel = WorkerChannel(agent_end, self._hear, self._lose_channel)
         self.channel.send(start)
-        self._has_closed = False
-        "the worker has closed its channel"
         self._is_killed = False
         "this agent has killed the worker"
         self._status, self._status_at = Status(), time.monotonic()
+        self.over_at = math.inf
+        "monotonic time since which it can send no more messages"
+        self._fault_at = math.inf
+        "monotonic time of its first status with a fault"
         self._stopped_at: float | None = None
         "monotonic time since which its process is stopped; None: it is not stopped"
         self._problem = ""
@@ -71,6 +74,7 @@ class Worker:
             return False
         self.channel.drain()
         self.channel.close()
+        self.over_at = min(self.over_at, time.monotonic())
         self.output.finish()
         return True
 
@@ -79,13 +83,15 @@ class Worker:
         match message:
             case Status():
                 self._status, self._status_at = message, time.monotonic()
+                if message.fault is not None:
+                    self._fault_at = min(self._fault_at, self._status_at)
                 self._on_change()
             case Part():
                 self._on_part(message)
 
     def _lose_channel(self, reason: str) -> None:
         """Note that the worker is about to end. Kill it if its messages cannot be read."""
-        self._has_closed = True
+        self.over_at = time.monotonic()
         if reason:
             self._problem = f"worker {self._name}: {clean(reason)}"
             log.error("%s; it is killed", self._problem)
@@ -99,7 +105,7 @@ class Worker:
     @property
     def _is_over(self) -> bool:
         """True once the worker can send no more messages."""
-        return self.process.has_ended or self._has_closed
+        return self.over_at < math.inf
 
     @property
     def is_stopped(self) -> bool:
@@ -128,6 +134,7 @@ class Worker:
             age_s=age_s,
             stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
             mute_s=0.0 if self._is_over else age_s,
-            is_cut_off=self._is_over and not (self._is_killed or self.is_orderly or self._status.fault),
+            fault_s=max(0.0, now - self._fault_at),
+            cut_off_s=0.0 if self._is_killed or self.is_orderly or self._status.fault else max(0.0, now - self.over_at),
             pid=self.process.speaker or self.process.pid,
         )

@@ -91,15 +91,15 @@ class ControlClient:
     async def call(self, method: str, type_: type[T], *, timeout_s: float | None = None, **params: Any) -> T: ...
     async def call(self, method: str, type_: Any = Any, *, timeout_s: float | None = None, **params: Any) -> Any:
         """Send one request and return the answer, decoded as `type_`. Raises the head's FallowError."""
-        timeout_s = timeout_s or COUNT_TIMEOUTS_S.get(method, TIMEOUT_S)
+        limit_s = COUNT_TIMEOUTS_S.get(method, TIMEOUT_S) if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self._ask(method, params)
                 answer = await self._read()
         except TimeoutError:
             self._writer.transport.abort()  # a late answer would be taken for the answer to the next request
             raise FallowError(
-                f"the head did not answer {method} within {timeout_s:g} s; it may still carry it out",
+                f"the head did not answer {method} within {limit_s:g} s; it may still carry it out",
                 Exit.TEMPFAIL,
             ) from None
         if answer is None:

@@ -7,6 +7,7 @@ and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in Slurm's s
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -202,8 +203,9 @@ def _start_errors(command: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        text = f"{command} cannot be started ({error.strerror}); install Slurm's client commands or set PATH"
-        raise SlurmUnavailable(text) from error
+        hangs = error.errno == errno.ETIMEDOUT
+        advice = "try again when it answers" if hangs else "install Slurm's client commands or set PATH"
+        raise SlurmUnavailable(f"{command} cannot be started ({error.strerror}); {advice}") from error
 
 
 def _script_file(text: bytes) -> Path:

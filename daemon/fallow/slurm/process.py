@@ -80,7 +80,7 @@ async def run(
     """
     # Search *our* PATH: exec would search the PATH that was captured for the job.
     try:
-        command = await _programs.call("PATH", partial(shutil.which, argv[0]), FILES_S)
+        command = await _programs.call("a folder of PATH", partial(shutil.which, argv[0]), FILES_S)
     except FallowError as error:
         raise OSError(errno.ETIMEDOUT, "a folder of PATH does not answer") from error
     if command is None:

@@ -96,7 +96,7 @@ class RedisServer:
         """
         if self.alive:
             return
-        self.program = self.program or await self._files.call("PATH", find_server, FILES_S)
+        self.program = self.program or await self._files.call("a folder of PATH", find_server, FILES_S)
         if problem := await self._use_files(self._check_folders):
             raise Unavailable(problem)
         await self._end_old()

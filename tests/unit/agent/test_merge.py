@@ -123,13 +123,18 @@ def test_what_one_worker_alone_knows_is_told(workers: list[Facts]) -> None:
             assert (newest.generation, newest.step) == max((found.generation, found.step) for found in known)
 
 
-def test_a_fault_that_follows_from_the_end_of_another_worker_is_not_the_nodes() -> None:
-    fault = Fault(code=1, message="connection reset by peer")
-    for cut_off in ((True, False), (False, True)):
-        statuses = [Status(fault=None if is_cut_off else fault) for is_cut_off in cut_off]
-        workers = [Facts(one, is_cut_off=is_cut_off) for one, is_cut_off in zip(statuses, cut_off, strict=True)]
-        assert merged(workers).fault is None
-        assert merged([Facts(one) for one in statuses]).fault == fault
+@pytest.mark.parametrize("slots", [(0, 1), (1, 0)])
+def test_what_came_first_is_the_nodes_fault_and_not_what_follows_from_it(slots: tuple[int, int]) -> None:
+    def first_of(*workers: Facts) -> Fault | None:
+        return merged([workers[slot] for slot in slots]).fault
+
+    first, second = Fault(code=1, message="no such file"), Fault(code=1, message="connection reset by peer")
+    late = Facts(Status(fault=second), fault_s=1.0)
+    assert first_of(Facts(Status(fault=first), fault_s=1.5), late) == first
+    assert first_of(Facts(Status(fault=first), fault_s=1.5), Facts(Status(), cut_off_s=1.0)) == first
+    assert first_of(Facts(Status(), cut_off_s=1.5), late) is None
+    assert first_of(Facts(Status(), cut_off_s=0.99), late) is None, "the kernel closes one connection after the other"
+    assert first_of(Facts(Status()), late) == second
 
 
 def test_workers_that_differ_do_not_pass_for_alike() -> None:

@@ -98,7 +98,8 @@ def test_a_head_ends_though_its_folder_hangs(world: World, monkeypatch: pytest.M
     serving.enter_context(exclusive_lease(world.paths))
     with HungFiles(world.paths.state) as hung:
         serving.close()
-        assert hung.calls and not hung.used_by_loop
+        wait_for("the lease is being removed", lambda: hung.calls)
+        assert not hung.used_by_loop
     wait_for("the folder answers, and the lease ends", lambda: not world.paths.head_leases)
 
 

@@ -95,7 +95,7 @@ async def test_a_folder_of_path_that_hangs_costs_calls_of_slurm_only(monkeypatch
         patch.setattr("fallow.slurm.process.shutil.which", hang)
         patch.setattr("fallow.slurm.process.FILES_S", 0.1)
         for _ in range(3):
-            with pytest.raises(SlurmUnavailable, match=r"scancel .*a folder of PATH does not answer"):
+            with pytest.raises(SlurmUnavailable, match=r"scancel .*a folder of PATH does not answer\); try again"):
                 await CliClient().cancel(["7"])
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
     answers.set()

@@ -101,9 +101,15 @@ class ControlHandler:
 
         source = f"request {method}"
         act: Callable[[Turn], Any] = partial(self._operations.handle, method=method, params=params)
+        undo_earlier: Callable[[], None] | None = None
         while isinstance(outcome := await self._inbox.ask(source, carry_out, run), FilesFirst):
-            result = await self._files.call(outcome.place, outcome.call, outcome.patience_s, outcome.undo)
-            act = partial(outcome.then, result)
+            try:
+                result = await self._files.call(outcome.place, outcome.call, outcome.patience_s, outcome.undo)
+            except FallowError:
+                if undo_earlier is not None:
+                    undo_earlier()
+                raise
+            act, undo_earlier = partial(outcome.then, result), outcome.undo
         return outcome
 
     # -- methods that read; their signatures define the parameters of requests -------------------------------------

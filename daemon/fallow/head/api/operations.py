@@ -61,12 +61,12 @@ class Operations:
             return NewRun(run=run.id, token=base.token, folder=str(folder.root), key_file=str(folder.key(base.token)))
 
         write = partial(write_run, paths, new.spec, self._registry.unwritten_keys.pop(base.token))
-        undo = partial(remove, [str(folder.root), *filter(None, [checkpoints])])
-        own_files = FilesFirst(str(paths.runs), write, add, FILES_S, undo)
+        own_files = FilesFirst(str(paths.runs), write, add, FILES_S, partial(remove, [str(folder.root)]))
         if not checkpoints:
             return own_files
         place = f"[checkpoint] path {self._registry.config.checkpoint.path}"
         make_folder = partial(_make_checkpoint_folder, checkpoints)
+        undo = partial(remove, [checkpoints])
         return FilesFirst(place, make_folder, lambda _, turn: own_files, FILES_S, undo)
 
     def local_allocation(self, turn: Turn, run: Name) -> LocalAllocation | FilesFirst:

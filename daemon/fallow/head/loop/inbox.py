@@ -44,7 +44,7 @@ class FilesFirst(NamedTuple):
     "gets the result of `call`"
     patience_s: float
     undo: Callable[[], None] | None = None
-    "called if `call` fails or is late"
+    "called if `call`, or the one that `then` asks for, fails or is late"
 
 
 @dataclass(frozen=True, slots=True)
