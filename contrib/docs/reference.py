@@ -49,7 +49,8 @@ RUN is a name, a unique prefix of a name, or a Slurm job id. Members are called 
 came. `--json` prints exactly one value. Everything below is what `--help` prints. See also the
 [commands for the head](commands-head.md) and [without a cluster](commands-without-cluster.md).
 """,
-        "submit run status why logs events top wait report grow shrink drain pause resume checkpoint rollback cancel",
+        "submit run status why logs events top wait report grow shrink drain pause resume checkpoint rollback export "
+        "cancel",
     ),
     "commands-head.md": (
         """# Which commands are there for the head and its files?

@@ -15,6 +15,7 @@ import pytest
             "fallow.cli.main",
             ("torch", "zmq", "redis", "rich", "asyncio", "structlog", "numpy", "textual", "ClusterShell"),
         ),
+        ("fallow.cli.export", ("torch", "zmq", "redis", "rich", "asyncio")),
         ("fallow_tui.app", ("torch", "zmq", "redis")),
         ("fallow.wire.frames", ("torch", "zmq", "redis")),
         pytest.param("fallow.worker.api.run", ("zmq", "redis"), id="a worker"),

@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "resume": "fallow.cli.operate:resume",
     "checkpoint": "fallow.cli.operate:checkpoint",
     "rollback": "fallow.cli.operate:rollback",
+    "export": "fallow.cli.export:export",
     "cancel": "fallow.cli.operate:cancel",
     "doctor": "fallow.cli.doctor:doctor",
     "prune": "fallow.cli.operate:prune",
