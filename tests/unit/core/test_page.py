@@ -234,8 +234,14 @@ def test_what_is_not_on_record_is_not_guessed(story: Story) -> None:
     """The head has dropped all events."""
     story.events.clear()
     root = story.page()
+    assert "an unknown part of them on nodes that would have been idle" in text_of(root.iter("p"))
     assert [(name, kind) for name, kind, _, _ in bars(root)] == [("n0", "other"), ("n1", "other"), ("n2", "other")]
     assert len(cells(root)) == 5
+
+
+def test_nothing_harvested_according_to_slurm_is_nothing(story: Story) -> None:
+    words = text_of(page(story.report(), story, spent=usage(base_s=7200.0)).iter("p"))
+    assert "2.0 node-hours, 0.0 of them on nodes that would have been idle" in words
 
 
 def test_one_host_of_several_members_has_several_rows() -> None:
@@ -252,8 +258,8 @@ def test_a_large_run_makes_a_small_page_fast() -> None:
     story.change(ChangeKind.START, {f"n{n}": host for n, host in enumerate(hosts)})
     for n in range(999):
         kind = (ChangeKind.RELEASE, ChangeKind.ABSORB)[n % 2]
-        joined = {f"n{200 + n}-{k}": hosts[k] for k in range(50)} if n % 2 else {}
-        story.change(kind, joined, *(() if n % 2 else [name for name, host in story.members.items() if host < "h050"]))
+        joined = {f"n{200 + n}-{k}": hosts[k] for k in range(150)} if n % 2 else {}
+        story.change(kind, joined, *(() if n % 2 else [name for name, host in story.members.items() if host < "h150"]))
     view = views.run(members=[], created_at=DAY, status=RunStatus.FINISHED)
     began_at = perf_counter()
     html = page_of(story.report(), views.snapshot(view), usage(), story.events, ZONE)
@@ -261,7 +267,8 @@ def test_a_large_run_makes_a_small_page_fast() -> None:
     assert len(html) < 3_000_000
     root = ElementTree.fromstring(html)
     words = text_of(root.iter())
-    assert "Only the longest stays are drawn: " in words
+    assert "Only a part is drawn: the 80 rows with most time of 200, and the 2000 longest stays of " in words
+    assert {name for name, *_ in bars(root)} >= {f"n{n}" for n in range(150, 200)}, "those stay all the time"
     assert "700 changes are left out; see: fallow report r1" in words
     assert cells(root)[-1][0] == "1000"
 

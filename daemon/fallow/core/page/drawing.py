@@ -32,10 +32,9 @@ def tag(name: str, *children: str, **attributes: str | float) -> Markup:
 
 
 def _markup(value: str | float) -> str:
-    if isinstance(value, str):
-        # A reason may be as long as a traceback.
-        return value if isinstance(value, Markup) else escape(clean(value, 400))
-    return f"{value:.1f}"
+    if isinstance(value, Markup):
+        return value
+    return escape(clean(value, 400)) if isinstance(value, str) else f"{value:.1f}"  # a reason may be a traceback
 
 
 def span(seconds: float | None) -> str:
@@ -102,7 +101,8 @@ def timeline(axis: TimeAxis, rows: Sequence[Sequence[Stay]]) -> Markup:
     pitch = 20.0 if len(rows) <= 40 else 14.0
     parts = axis.grid(10 + pitch * len(rows))
     for number, row in enumerate(rows):
-        y, name = 10 + pitch * (number + 0.5), f"{row[0].host} {row[0].member}" if len(row) == 1 else row[0].host
+        y, host, member = 10 + pitch * (number + 0.5), row[0].host, row[0].member
+        name = host if host and len(row) > 1 else f"{host} {member}".strip()
         parts.append(_label(name, BEGIN_X - 10, y + 4, f"M{BEGIN_X},{y}H{END_X}"))
         for stay in row:
             x, end, kind = axis.x(stay.joined_at), axis.x(stay.left_at), Markup(f"bar {KINDS[stay.kind]}")
@@ -144,9 +144,8 @@ def pauses(generations: Sequence[GenerationReport]) -> Markup:
     powers = [math.log10(max(generation.pause_s or 0.0, 1e-6)) for generation in generations]
     low, high = math.floor(min(powers)), math.floor(max(powers)) + 1
     width = (END_X - BEGIN_X) / (high - low)
-    parts = [
-        _label(text, BEGIN_X - 10, y + 4, f"M{BEGIN_X},{y}H{END_X}") for text, y in (("planned", 26), ("unplanned", 68))
-    ]
+    rows = {"planned": 26, "unplanned": 68}
+    parts = [_label(name, BEGIN_X - 10, y + 4, f"M{BEGIN_X},{y}H{END_X}") for name, y in rows.items()]
     for number in range(high - low + 1):
         x = BEGIN_X + width * number
         parts.append(_label(span(10.0 ** (low + number)), x, 108, f"M{x:.1f},4V92", "middle"))

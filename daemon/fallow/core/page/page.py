@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, tzinfo
+from itertools import chain
 
 from fallow.core.page import drawing
 from fallow.core.page.drawing import Markup, TimeAxis, mark, moment, rows_of, span, tag
@@ -77,33 +78,36 @@ def page_of(
 
 def _summary(report: RunReport, stays: Sequence[Stay], usage: UsageReport) -> Iterator[Markup]:
     """A sentence for everybody, and the figures."""
-    seconds = [(stay.kind, stay.left_at - stay.joined_at) for stay in stays]
-    idle_s = usage.total.harvested.node_s or sum(s for kind, s in seconds if kind is AllocationKind.HARVEST)
-    node_s = usage.total.base.node_s + usage.total.harvested.node_s or sum(s for _, s in seconds)
+    seconds = dict.fromkeys(drawing.KINDS, 0.0)
+    for stay in stays:
+        seconds[stay.kind] += stay.left_at - stay.joined_at
+    node_s, idle_s = sum(seconds.values()), seconds[AllocationKind.HARVEST]
+    if accounted_s := usage.total.base.node_s + usage.total.harvested.node_s:
+        node_s, idle_s = accounted_s, usage.total.harvested.node_s
     scale, unit = (3600, "node-hours") if node_s >= 3600 else (60, "node-minutes")
-    total, idle = (f"{seconds / scale:,.1f}" for seconds in (node_s, idle_s))
+    total, idle, wasted = (f"{s / scale:,.1f}" for s in (node_s, idle_s, usage.total.wasted.node_s))
+    idle = "an unknown part" if seconds[None] and not accounted_s else idle
     restarts = sum(generation.kind is ChangeKind.START for generation in report.generations) - 1
     text = f"; it was restarted {counted(restarts, 'time')}" if restarts else "; it was never restarted"
     # A run in restart mode reports no steps. Of a very long run the first generations are no longer on record.
     if not report.steps or restarts < 0 or report.generations[0].first_step:
         text = ""
     text = f"This training used {total} {unit}, {idle} of them on nodes that would have been idle{text}."
-    yield tag("p", text, class_="lead")
-    samples, delays, wasted_s = report.samples, usage.others_delayed, usage.total.wasted.node_s
+    yield from (tag("p", text, class_="lead"), tag("p", report.message))
+    samples, delays = report.samples, usage.others_delayed
     unknown = f", {samples.unknown:,} unknown" * bool(samples.unknown)
     pause_s = sum(generation.pause_s or 0.0 for generation in report.generations)
     loss = "-" if report.final_loss is None else f"{report.final_loss:.4g}"
-    figures = [
+    figures: list[tuple[str, ...]] = [
         ("steps", f"{report.steps:,}", f"{report.steps_discarded:,} repeated after losses"),
         ("samples", f"{samples.consumed:,}", f"{samples.lost:,} lost, {samples.duplicated:,} duplicated{unknown}"),
-        ("final loss", loss, report.message),
-        (unit, total, f"{idle} harvested, {wasted_s / scale:,.1f} more wasted"),
+        ("final loss", loss),
+        (unit, total, f"{idle} harvested, {wasted} more wasted"),
         ("generations", f"{len(report.generations):,}", f"stood still for {span(pause_s)} in all"),
     ]
     if delays is not None:
-        figures.append(
-            ("others' jobs delayed", f"{delays.jobs}", f"by all runs of this user, up to {span(delays.max_s)}")
-        )
+        note = f"by all runs of this user, up to {span(delays.max_s)}"
+        figures.append(("others' jobs delayed", f"{delays.jobs}", note))
     yield tag("dl", *(tag("div", tag("dt", name), *(tag("dd", cell) for cell in cells)) for name, *cells in figures))
     yield tag("p", "digest of the final weights ", tag("code", report.final_digest or "-"), class_="soft")
 
@@ -112,12 +116,13 @@ def _drawings(report: RunReport, stays: Sequence[Stay], axis: TimeAxis) -> Itera
     for kind, text in KEY.items():
         sign = mark(kind, 11, 7) if kind in drawing.MARKS else tag("rect", class_=kind, x=1, y=2, width=20, height=10)
         yield tag("span", tag("span", tag("svg", sign, viewBox="0 0 22 14"), text), class_="key")
-    every, longest = rows_of(stays), sorted(stays, key=lambda stay: stay.joined_at - stay.left_at)[:MOST_STAYS]
-    rows = rows_of(sorted(longest, key=lambda stay: stay.joined_at))[:MOST_ROWS]
-    yield drawing.timeline(axis, rows)
-    if (drawn := sum(map(len, rows))) < len(stays):
-        text = f"{len(rows)} of {len(every)} rows, {drawn} of {len(stays)} stays"
-        yield tag("p", f"Only the longest stays are drawn: {text}.", class_="soft")
+    every = rows_of(stays)
+    chosen = sorted(every, key=lambda row: -sum(stay.left_at - stay.joined_at for stay in row))[:MOST_ROWS]
+    longest = sorted(chain(*chosen), key=lambda stay: stay.joined_at - stay.left_at)[:MOST_STAYS]
+    yield drawing.timeline(axis, rows_of(sorted(longest, key=lambda stay: stay.joined_at)))
+    if len(longest) < len(stays):
+        text = f"Only a part is drawn: the {len(chosen)} rows with most time of {len(every)}, "
+        yield tag("p", f"{text}and the {len(longest)} longest stays of {len(stays)}.", class_="soft")
     yield from (tag("h2", "Members over time"), drawing.member_count(axis, stays), tag("h2", "Pauses"))
     kinds = (("planned", report.pause_s.planned), ("unplanned", report.pause_s.unplanned))
     cells = [[name, span(pause.p50), span(pause.p95), span(pause.max)] for name, pause in kinds]
