@@ -244,6 +244,12 @@ def test_nothing_harvested_according_to_slurm_is_nothing(story: Story) -> None:
     assert "2.0 node-hours, 0.0 of them on nodes that would have been idle" in words
 
 
+def test_members_that_came_together_are_in_order() -> None:
+    story = Story()
+    story.change(ChangeKind.START, {"n10": "b3", "n2": "b2", "n1": "b1"})
+    assert [name for name, *_ in bars(story.page())] == ["n1", "n2", "n10"]
+
+
 def test_one_host_of_several_members_has_several_rows() -> None:
     story = Story()
     story.change(ChangeKind.START, {"n0": "b1", "n1": "b1"})

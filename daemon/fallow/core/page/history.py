@@ -70,4 +70,4 @@ def history_of(
             changes.append((turn, len(present), joined, departed))
     for member in [*present]:
         close(member, end_at)
-    return end_at, sorted(stays, key=lambda stay: stay.joined_at), changes
+    return end_at, sorted(stays, key=lambda stay: (stay.joined_at, len(stay.member), stay.member)), changes

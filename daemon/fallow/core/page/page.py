@@ -24,7 +24,7 @@ h1{margin:0;font-size:2rem;line-height:1.2}h2{margin:2.6rem 0 .6rem;font-size:1.
 max-width:80ch}h1,p,td,dd{overflow-wrap:anywhere}.soft{color:var(--soft);font-size:.9rem}.lead{font-size:1.25rem;
 margin:1.2rem 0}.state{border:1.5px solid;border-radius:1em;padding:0 .7em;margin-right:.5em}.failed,.cancelled{
 color:var(--bad)}.finished{color:var(--harvest)}.training{color:var(--base)}dl{display:grid;gap:.75rem;
-margin:1.5rem 0;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr))}dl div{background:var(--card);
+margin:1.5rem 0;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr))}dl div{background:var(--card);
 border-radius:.6rem;padding:.8rem 1rem}dd,dt{margin:0;font-size:.85rem;color:var(--soft)}dt+dd{font-size:1.35rem;
 font-weight:600;color:var(--ink)}.wide{overflow-x:auto}svg{display:block;width:100%;min-width:660px;height:auto;
 font-size:12px}svg text{fill:var(--ink)}.grid{stroke:var(--line)}.base{fill:var(--base);stroke:var(--base)}.harvest{
@@ -102,12 +102,12 @@ def _summary(report: RunReport, stays: Sequence[Stay], usage: UsageReport) -> It
         ("steps", f"{report.steps:,}", f"{report.steps_discarded:,} repeated after losses"),
         ("samples", f"{samples.consumed:,}", f"{samples.lost:,} lost, {samples.duplicated:,} duplicated{unknown}"),
         ("final loss", loss),
-        (unit, total, f"{idle} harvested, {wasted} more wasted"),
+        (unit, total, f"{idle} harvested" + f", {wasted} more wasted" * bool(accounted_s)),
         ("generations", f"{len(report.generations):,}", f"stood still for {span(pause_s)} in all"),
     ]
     if delays is not None:
-        note = f"by all runs of this user, up to {span(delays.max_s)}"
-        figures.append(("others' jobs delayed", f"{delays.jobs}", note))
+        longest = f", up to {span(delays.max_s)}" * bool(delays.jobs)
+        figures.append(("others' jobs delayed", f"{delays.jobs}", f"by all runs of this user{longest}"))
     yield tag("dl", *(tag("div", tag("dt", name), *(tag("dd", cell) for cell in cells)) for name, *cells in figures))
     yield tag("p", "digest of the final weights ", tag("code", report.final_digest or "-"), class_="soft")
 
