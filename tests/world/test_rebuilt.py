@@ -216,6 +216,7 @@ def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     assert rig.completed[-1].kind is ChangeKind.EJECT
     (data,) = [i.data for i in turn if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
     assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
+    assert data["tokens"] == {"n2": rig.r.nodes[3].token}
 
 
 def test_another_head_tells_of_no_loss_again_and_finds_no_other_reason_for_it() -> None:

@@ -1,5 +1,6 @@
 """Commands that show what the head knows: status and report."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -9,6 +10,9 @@ from fallow.cli.common import ask, duration, json_option, moment, number, show_i
 from fallow.model import (
     AllocationView,
     CheckpointView,
+    EventRecord,
+    Exit,
+    FallowError,
     GenerationReport,
     HeadView,
     InternalError,
@@ -17,6 +21,7 @@ from fallow.model import (
     RunView,
     Snapshot,
     SpeedView,
+    UsageReport,
 )
 from fallow.text import clean, counted, tail
 
@@ -89,10 +94,29 @@ def status(run: str | None, as_json: bool) -> None:
 
 @click.command(short_help="The report of a run.")
 @click.argument("run")
+@click.option("--html", "page", metavar="FILE", help="Write a page for a browser to a new FILE; -: standard output.")
 @json_option
-def report(run: str, as_json: bool) -> None:
+def report(run: str, page: str | None, as_json: bool) -> None:
     """Show the report of RUN: steps, samples, generations and pauses."""
-    tell(ask("report", RunReport, run=run), as_json, show_report)
+    if page is None:
+        tell(ask("report", RunReport, run=run), as_json, show_report)
+        return
+    if as_json:
+        raise FallowError("--html writes a page and --json prints a value; give one of them", Exit.USAGE)
+    from fallow.control.client import MOST_EVENTS
+    from fallow.core.page.page import page_of
+
+    result = ask("report", RunReport, run=run)
+    snapshot, usage = ask("status", Snapshot, run=result.run), ask("usage", UsageReport, run=result.run)
+    html = page_of(result, snapshot, usage, ask("events", list[EventRecord], run=result.run, limit=MOST_EVENTS))
+    if page == "-":
+        sys.stdout.write(html)
+        return
+    try:
+        with open(page, "x", encoding="utf-8") as file:
+            file.write(html)
+    except OSError as error:
+        raise FallowError(f"--html {page}: {error.strerror}; name another file", Exit.CANTCREAT) from None
 
 
 def show_runs(snapshot: Snapshot) -> None:

@@ -50,6 +50,12 @@ def names_harvest(word: str) -> bool:
     return match is not None and match[1] == "h"
 
 
+def kind_of(token: str) -> AllocationKind | None:
+    """Return the kind of the allocation with this token; None: it is not a token."""
+    match = _TOKEN.fullmatch(token)
+    return None if match is None else AllocationKind.BASE if match[1] == "b" else AllocationKind.HARVEST
+
+
 def carries_token(job: JobInfo) -> bool:
     """Return True if the job's name, or a word of its comment, starts as a token does."""
     return any(word.startswith(PREFIX) for word in (job.name, *job.comment.split()))

@@ -63,6 +63,13 @@ def test_what_people_read_is_harmless_and_json_exact(words: list[str], capsys: p
         assert EVIL in _texts(json.loads(output))
 
 
+def test_a_page_is_harmless_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["report", "r", "--html", "-"]) == Exit.OK
+    output = capsys.readouterr().out
+    assert r"\x1b]52;c;eA==\x07" in output
+    assert FORBIDDEN.findall(output) == []
+
+
 def _texts(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [text for pair in value.items() for part in pair for text in _texts(part)]

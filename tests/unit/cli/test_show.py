@@ -1,6 +1,7 @@
 """Output of `status`, `events`, `report` and `usage`."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fallow.model import (
     CheckpointView,
     DelayReport,
     EventRecord,
+    Exit,
     GenerationReport,
     LimitView,
     NodeOwner,
@@ -85,7 +87,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
     def ask(method: str, *_: Any, **params: Any) -> Any:
         requests.append((method, params))
-        return {"status": SNAPSHOT, "events": EVENTS, "report": REPORT}[method]
+        return {"status": SNAPSHOT, "events": EVENTS, "report": REPORT, "usage": USAGE}[method]
 
     for module in (show, follow):
         monkeypatch.setattr(module, "ask", ask)
@@ -136,6 +138,39 @@ def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None
     assert lines[-1][-5:] == shlex.split("1.5 kB by hand /c/3")
     assert lines[-2][-4:] == ["1.5", "kB", "/c/4", "(torn)"]
     assert head == [("status", {"run": "r1"})]
+
+
+def test_a_report_as_a_page(fallow: Fallow, head: list[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
+    file = tmp_path / "é.html"
+    assert fallow("report", "r", "--html", str(file)) == (0, "", "")
+    assert [(method, params["run"]) for method, params in head] == [
+        ("report", "r"),
+        *((method, "r1") for method in ("status", "usage", "events")),
+    ]
+    page = file.read_text()
+    assert page == fallow("report", "r", "--html", "-").out
+    assert page.isascii(), "right in whatever encoding standard output has"
+    assert "[bold]evil[/]" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["report.html"], Exit.CANTCREAT, "--html report.html: File exists; name another file"),
+        (["."], Exit.CANTCREAT, "--html .: File exists; name another file"),
+        (["none/report.html"], Exit.CANTCREAT, "--html none/report.html: No such file or directory; name another file"),
+        ([""], Exit.CANTCREAT, "--html : No such file or directory; name another file"),
+        (["new.html", "--json"], Exit.USAGE, "give one of them"),
+    ],
+)
+def test_a_page_that_is_not_written(
+    words: list[str], code: Exit, text: str, fallow: Fallow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("report.html").write_text("mine")
+    result = fallow("report", "r1", "--html", *words)
+    assert (result.code, text in result.err + result.out) == (code, True)
+    assert ([file.name for file in tmp_path.iterdir()], Path("report.html").read_text()) == (["report.html"], "mine")
 
 
 def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:

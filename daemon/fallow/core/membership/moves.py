@@ -314,6 +314,7 @@ def complete(m: State) -> None:
     data: dict[str, Any] = {
         "generation": change.generation,
         "joined": {member_name(n): r.nodes[n].host for n in r.members if n not in old},
+        "tokens": {member_name(n): r.nodes[n].token for n in r.members if n not in old},
         "left": [member_name(n) for n in before if n not in new],
     }
     if r.members:
