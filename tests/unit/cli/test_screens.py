@@ -47,7 +47,7 @@ SHOWING = [
 ]
 CHANGING = [[name, EVIL] for name in ("grow", "shrink", "pause", "resume", "checkpoint", "cancel")]
 CHANGING += [["drain", EVIL, "n1"], ["rollback", EVIL, "--to", "3"]]
-CHANGING += [["wait", EVIL, "--timeout", "0.001"], ["logs", EVIL]]
+CHANGING += [["wait", EVIL, "--timeout", "0.001"], ["logs", EVIL], ["export", EVIL, "weights.pt"]]
 
 
 @pytest.mark.parametrize("words", SHOWING + CHANGING, ids=lambda words: words[0])
