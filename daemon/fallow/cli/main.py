@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "checkpoint": "fallow.cli.operate:checkpoint",
     "rollback": "fallow.cli.operate:rollback",
     "cancel": "fallow.cli.operate:cancel",
+    "config": "fallow.cli.config:config",
     "doctor": "fallow.cli.doctor:doctor",
     "prune": "fallow.cli.operate:prune",
     "testbed": "fallow.cli.testbed:testbed",
