@@ -58,7 +58,7 @@ came. `--json` prints exactly one value. Everything below is what `--help` print
 
 Everything below is what `--help` prints. See also the [commands for runs](commands.md).
 """,
-        "daemon config doctor service usage prune completion",
+        "daemon config doctor bugreport service usage prune completion",
     ),
     "commands-without-cluster.md": (
         """# Which commands try and simulate?

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "cancel": "fallow.cli.operate:cancel",
     "config": "fallow.cli.config:config",
     "doctor": "fallow.cli.doctor:doctor",
+    "bugreport": "fallow.cli.bugreport:bugreport",
     "prune": "fallow.cli.operate:prune",
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
