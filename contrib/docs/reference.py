@@ -28,6 +28,8 @@ Fallow reads three sources. The later one counts:
 2. `~/.config/fallow/config.toml`, or the file that `$FALLOW_CONFIG` names
 3. variables such as `FALLOW_HARVEST__MAX_NODES=4`
 
+`fallow config show` prints all settings, and where each comes from. A running head has the settings of its start.
+
 A key that Fallow does not know is refused, and the nearest known key is named.
 
 ```toml
@@ -57,7 +59,7 @@ came. `--json` prints exactly one value. Everything below is what `--help` print
 
 Everything below is what `--help` prints. See also the [commands for runs](commands.md).
 """,
-        "daemon doctor service usage prune completion",
+        "daemon config doctor bugreport service usage prune completion",
     ),
     "commands-without-cluster.md": (
         """# Which commands try and simulate?
@@ -68,17 +70,15 @@ These commands need no cluster. Everything below is what `--help` prints. See al
     ),
 }
 """File name -> how the page begins, and the names of its commands."""
-SECTION_ORDER = ("harvest", "slurm", "checkpoint", "network", "head", "membership", "usage", "prune", "site")
 
 
 def pages() -> dict[str, str]:
     """File name in docs/ -> text."""
-    assert set(SECTION_ORDER) == set(config.SECTIONS)
     told = [name for _, names in COMMAND_PAGES.values() for name in names.split()]
     assert sorted(told) == sorted(cli.list_commands(click.Context(cli)))
     made = {file: NOTE + begin + _commands(names.split()) for file, (begin, names) in COMMAND_PAGES.items()}
     made["commands.md"] += _exits()
-    return made | {"settings.md": NOTE + SETTINGS + "".join(_section(name) for name in SECTION_ORDER)}
+    return made | {"settings.md": NOTE + SETTINGS + "".join(_section(name) for name in config.SECTIONS)}
 
 
 def _section(name: str) -> str:

@@ -13,7 +13,7 @@ import ipaddress
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -192,14 +192,14 @@ class Usage(_Section, frozen=True):
 
 
 class Config(_Section, frozen=True):
-    slurm: Slurm = Slurm()
     harvest: Harvest = Harvest()
-    head: HeadSection = HeadSection()
-    network: Network = Network()
-    membership: Membership = Membership()
+    slurm: Slurm = Slurm()
     checkpoint: Checkpoint = Checkpoint()
-    prune: Prune = Prune()
+    network: Network = Network()
+    head: HeadSection = HeadSection()
+    membership: Membership = Membership()
     usage: Usage = Usage()
+    prune: Prune = Prune()
     site: Site = Site()
     cut: tuple[str, ...] = ()
     "one text for each setting of the user that a maximum of `[site]` has cut"
@@ -236,26 +236,39 @@ def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYS
     Raises:
         FallowError: a source cannot be read, or has an unknown key or a wrong value (code CONFIG).
     """
+    return load_with_origins(environ, system_file)[0]
+
+
+def load_with_origins(environ: Mapping[str, str], system_file: Path) -> tuple[Config, dict[str, dict[str, str]]]:
+    """Do what `load_config` does. Return also section -> key -> where the value comes from.
+
+    An origin is `default`, the path of a file or the name of a variable, and says whether `[site]` has cut the value.
+    """
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    is_named = bool(environ.get("FALLOW_CONFIG"))
-    for path, must_exist in ((system_file, False), (user_file(environ), is_named)):
-        for section, values in _read(path, must_exist).items():
-            if section == "site" and path != system_file:
-                raise _not_yours(str(path), system_file)
+    origins = {name: dict.fromkeys(struct.__struct_fields__, "default") for name, struct in SECTIONS.items()}
+    for origin, sections in _sources(environ, system_file):
+        for section, values in sections.items():
+            if section == "site" and origin != str(system_file):
+                raise FallowError(
+                    f"{origin}: [site] is the administrators'; it counts in {system_file} only", Exit.CONFIG
+                )
             merged[section] |= values
-    for section, values in _from_environment(environ).items():
-        if section == "site":
-            raise _not_yours("FALLOW_SITE__...", system_file)
-        merged[section] |= values
+            origins[section] |= dict.fromkeys(values, origin)
     # Each source was checked by itself, so only rules over several keys are left to check.
-    config = _within_maxima(msgspec.convert(merged, Config), merged, system_file)
+    uncut = msgspec.convert(merged, Config)
+    config = _within_maxima(uncut, merged, system_file)
     if config.membership.lease_s < 3 * config.membership.beat_s:
         raise FallowError(
             f"[membership] lease_s={config.membership.lease_s:g} is less than three beats "
             f"(beat_s={config.membership.beat_s:g}); healthy workers would be ejected",
             Exit.CONFIG,
         )
-    return config
+    for section in _MAXIMA:
+        before, after = getattr(uncut, section), getattr(config, section)
+        for key in origins[section]:
+            if getattr(before, key) != getattr(after, key):
+                origins[section][key] += f", cut by [site] {key}"
+    return config, origins
 
 
 _MAXIMA = {
@@ -312,25 +325,30 @@ def _read(path: Path, must_exist: bool) -> dict[str, dict[str, Any]]:
     return data
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Read variables such as `FALLOW_HARVEST__NICE=0`. Lists have commas, tables `NAME=NUMBER`; empty means none."""
-    sections: dict[str, dict[str, Any]] = {}
+def _sources(environ: Mapping[str, str], system_file: Path) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yield the name and the sections of each source. A later source overrides an earlier one."""
+    yield str(system_file), _read(system_file, must_exist=False)
+    path = user_file(environ)
+    yield str(path), _read(path, must_exist=bool(environ.get("FALLOW_CONFIG")))
     for variable, text in environ.items():
-        if not variable.startswith("FALLOW_") or "__" not in variable:
-            continue
-        section, _, key = variable.removeprefix("FALLOW_").lower().partition("__")
-        if section not in SECTIONS:
-            raise _unknown(variable, f"section {section}", section, SECTIONS)
-        value: Any = text
-        if section == "harvest" and key == "partitions":
-            value = [name.strip() for name in text.split(",") if name.strip()]
-        elif (section, key) in (("harvest", "partition_nodes"), ("usage", "node_hour"), ("usage", "gpu_hour")):
-            pairs = (item.partition("=") for item in text.split(",") if item.strip())
-            value = {name.strip(): number.strip() for name, _, number in pairs}
-        elif not text:
-            value = None
-        sections.setdefault(section, {})[key] = _check(variable, section, {key: value}, strict=False)[key]
-    return sections
+        if variable.startswith("FALLOW_") and "__" in variable:
+            yield variable, _from_variable(variable, text)
+
+
+def _from_variable(variable: str, text: str) -> dict[str, dict[str, Any]]:
+    """Read a variable such as `FALLOW_HARVEST__NICE=0`. Lists have commas, tables `NAME=NUMBER`; empty means none."""
+    section, _, key = variable.removeprefix("FALLOW_").lower().partition("__")
+    if section not in SECTIONS:
+        raise _unknown(variable, f"section {section}", section, SECTIONS)
+    value: Any = text
+    if section == "harvest" and key == "partitions":
+        value = [name.strip() for name in text.split(",") if name.strip()]
+    elif (section, key) in (("harvest", "partition_nodes"), ("usage", "node_hour"), ("usage", "gpu_hour")):
+        pairs = (item.partition("=") for item in text.split(",") if item.strip())
+        value = {name.strip(): number.strip() for name, _, number in pairs}
+    elif not text:
+        value = None
+    return {section: _check(variable, section, {key: value}, strict=False)}
 
 
 def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -372,10 +390,6 @@ def _check_network(origin: str, network: Network) -> None:
         except ValueError as error:
             text = f"{origin}: [network] subnet: {error}; write it as 10.78.0.0/24"
             raise FallowError(text, Exit.CONFIG) from None
-
-
-def _not_yours(origin: str, system_file: Path) -> FallowError:
-    return FallowError(f"{origin}: [site] is the administrators'; it counts in {system_file} only", Exit.CONFIG)
 
 
 def _lower(text: str) -> str:

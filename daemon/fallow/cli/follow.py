@@ -13,8 +13,8 @@ from typing import BinaryIO, TypeVar
 
 import click
 
-from fallow.cli.common import Finite, ask, duration, json_option, json_text, moment, tell
-from fallow.cli.show import not_harvested, show_report, unused
+from fallow.cli.common import Finite, ask, duration, json_option, json_text, moment, say, tell
+from fallow.cli.show import newest_first, not_harvested, show_report, unused
 from fallow.control.client import MOST_EVENTS, WATCH_S
 from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
@@ -118,12 +118,12 @@ def _run_view(run: str) -> RunView:
 
 
 @click.command(short_help="What a run's members print.")
-@click.argument("run")
+@click.argument("run", required=False)
 @click.option("--member", help="A member, or one of its workers: n3, n3.1. Default: the main member.")
 @click.option("--follow", "-f", "follow", is_flag=True, help="Show new output, too, until the run has ended.")
-def logs(run: str, member: str | None, follow: bool) -> None:
-    """Print the standard output and error of a member of RUN."""
-    view = _run_view(run)
+def logs(run: str | None, member: str | None, follow: bool) -> None:
+    """Print the standard output and error of a member of RUN, or of the newest run, if possible one that is active."""
+    view = _run_view(run) if run is not None else _current_run()
     path = _log_path(Paths.default().run(view.run).logs, view, member)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -150,6 +150,14 @@ def logs(run: str, member: str | None, follow: bool) -> None:
                 return
             else:
                 time.sleep(WATCH_S)
+
+
+def _current_run() -> RunView:
+    runs = newest_first(ask("status", Snapshot).runs)
+    if not runs:
+        raise FallowError("there is no run; start one with: fallow submit --nodes=MIN:MAX SCRIPT", Exit.NOINPUT)
+    say(f"output of run {runs[0].run}")
+    return runs[0]
 
 
 def _has_been_replaced(log: BinaryIO, path: Path) -> bool:

@@ -170,6 +170,11 @@ def not_harvested(head: HeadView) -> list[str]:
     return reasons + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
 
 
+def newest_first(runs: Sequence[RunView]) -> list[RunView]:
+    """Sort runs: active ones come before ended ones, newer ones before older ones."""
+    return sorted(runs, key=lambda run: (run.status.ended, -run.created_at))
+
+
 def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
     """Why idle nodes are not used: (reason, number of nodes, folded names), most nodes first."""
     from fallow.slurm.parse import folded

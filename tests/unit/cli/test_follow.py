@@ -134,6 +134,25 @@ def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(folder: Path,
     assert "there is: n3.0, n3.1, n4" in result.err
 
 
+def test_logs_without_a_run_are_those_of_the_newest_active_run_else_of_the_newest(
+    desk: Desk, folder: Path, fallow: Fallow
+) -> None:
+    for name in ("old", "new", "ended"):
+        Paths.default().run(name).logs.mkdir(parents=True)
+        (Paths.default().run(name).logs / "n3.log").write_text(f"of {name}\n")
+    runs = [
+        views.changed(RUN, run="old", created_at=1.0),
+        views.changed(RUN, run="new", created_at=2.0),
+        views.changed(RUN, run="ended", created_at=3.0, status=RunStatus.FINISHED),
+    ]
+    for several, name in ((runs, "new"), (runs[2:], "ended")):
+        desk.statuses = [views.changed(SNAPSHOT, runs=several)]
+        assert fallow("logs") == (Exit.OK, f"of {name}\n", f"fallow: output of run {name}\n")
+    desk.statuses = [views.changed(SNAPSHOT, runs=[])]
+    result = fallow("logs")
+    assert (result.code, "there is no run" in result.err) == (Exit.NOINPUT, True)
+
+
 def test_logs_begin_with_the_older_piece_also_where_the_log_becomes_it_meanwhile(
     folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

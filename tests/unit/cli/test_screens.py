@@ -82,6 +82,8 @@ def test_the_walk_has_met_every_command_that_shows_what_the_head_says() -> None:
     walked = {words[0] for words in SHOWING + CHANGING}
     # `submit` and `local` have tests of their own below, `top` in tests/tui.
     separately_tested = {
+        "bugreport",
+        "config",
         "submit",
         "run",
         "local",
