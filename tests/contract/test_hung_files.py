@@ -226,6 +226,7 @@ async def test_a_count_of_samples_has_a_deadline_of_its_own(
             monkeypatch.setattr(f"fallow.head.api.{module}.COUNT_S", 0.1)
         async with asyncio.timeout(0.8 * FILES_S):
             await fails(head, HANGS, method, **params)
+            assert (await head.call("report", run=run, count=False))["samples"]["consumed"] == 0
         for module in ("handler", "pruning"):
             monkeypatch.setattr(f"fallow.head.api.{module}.COUNT_S", 60.0)
         may_end.set()

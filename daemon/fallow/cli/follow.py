@@ -15,7 +15,7 @@ import click
 
 from fallow.cli.common import Finite, ask, duration, json_option, json_text, moment, say, tell
 from fallow.cli.show import newest_first, not_harvested, show_report, unused
-from fallow.control.client import MOST_EVENTS, WATCH_S
+from fallow.control.client import MOST_EVENTS, TIMEOUT_S, WATCH_S
 from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
 from fallow.model.bounds import MOST
@@ -184,7 +184,7 @@ def _log_path(folder: Path, view: RunView, member: str | None) -> Path:
 
 
 def _last_main(run: str) -> str:
-    generations = ask("report", RunReport, run=run).generations
+    generations = ask("report", RunReport, run=run, count=False, timeout_s=TIMEOUT_S).generations
     return generations[-1].members[0] if generations else ""
 
 

@@ -123,9 +123,12 @@ class ControlHandler:
     async def estimate(self, spec: RunSpec) -> Estimate:
         return self._harvest.estimate(self._registry, spec)
 
-    async def report(self, run: Name) -> RunReport:
+    async def report(self, run: Name, count: bool = True) -> RunReport:
+        """Report of a run. Counting its samples may take minutes; without `count` they are not known."""
         asked_run = self._registry.get(run)
-        paths, (_, complete) = self._registry.paths.run(asked_run.id), report_of(self._registry, asked_run)
+        paths, (first, complete) = self._registry.paths.run(asked_run.id), report_of(self._registry, asked_run)
+        if not count:
+            return first
         # A count may take long on a file system that answers, so find out first whether it does.
         await self._files.call(str(paths.root), partial(has_entries, paths.ledger), FILES_S)
         return await self._files.call(str(paths.ledger), complete, COUNT_S)
