@@ -1,21 +1,21 @@
 """A small training for `test_check.py`, with mistakes that one member alone does not show.
 
-A third member (n2) comes only to the training with changes. Until it is alone, the last steps take longer there.
+A third member (n2) comes only to the training with changes. Until it is alone, steps take longer there.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from unhurried import rest
 
 import fallow
 
-STEPS, SAMPLES = 20, 64
+STEPS, SAMPLES = 40, 64
 
 
 def main() -> None:
@@ -46,7 +46,11 @@ def main() -> None:
         if not run.rehearsing:
             if worker == "n2" and run.size == 1:
                 hurry.touch()
-            rest(update.step, STEPS, 0.02, hurry)
+            # Until the next change has taken effect.
+            is_early = run.size == 2 and update.step < (STEPS // 2 if worker == "n0" else STEPS * 3 // 4)
+            end = time.monotonic() + (0.02 if is_early or update.step < STEPS // 4 else 0.3)
+            while not hurry.exists() and time.monotonic() < end:
+                time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
 
-from fallow.cli.common import Finite, json_option, number, play_in, say, show_table, tell
+from fallow.cli.common import Finite, json_option, number, play_in, say, show_items, tell
 from fallow.cli.local import agent_argv
 from fallow.cli.show import end_of_traceback
 from fallow.core.submission.schedule import parse_schedule
@@ -22,11 +22,21 @@ from fallow.text import clean, clean_output
 
 MOST_MEMBERS, MOST_WARNINGS = 2, 10
 """Members at any time, in all trainings alike: the default global batch depends on that. Warnings of a training."""
+COLUMNS: dict[str, Callable[[Trial], str]] = {
+    "TRAINING": lambda trial: trial.name,
+    "STEPS": lambda trial: str(trial.report.steps) if trial.report else "-",
+    "SAMPLES": lambda trial: str(trial.report.samples.consumed) if trial.report else "-",
+    "LOSS": lambda trial: number(trial.report.final_loss if trial.report else None),
+    "WEIGHTS": lambda trial: ((trial.report and trial.report.final_digest) or "-")[:8],
+    "SECONDS": lambda trial: f"{trial.seconds:.1f}",
+}
 _WARNING = re.compile(r"^(?:fallow: .*|.*\b\w*Warning: .*)", re.MULTILINE)
 
 
 @click.command(short_help="Is my script suitable?", context_settings={"allow_interspersed_args": False})
-@click.option("--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True, help="For each training.")
+@click.option(
+    "--minutes", type=Finite(0, min_open=True), default=10.0, show_default=True, help="Deadline of each training."
+)
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def check(minutes: float, as_json: bool, command: tuple[str, ...]) -> int:
@@ -35,7 +45,8 @@ def check(minutes: float, as_json: bool, command: tuple[str, ...]) -> int:
     One member trains undisturbed, then two; then members join, are killed and leave. The final weights must be the
     same, bit for bit. Where reproducible mode refuses the script, the final losses must agree within 1 %.
 
-    Make the training short by the script's own options, 20 to 200 steps: fallow check -- python train.py --steps 50
+    Make the training short by the script's own options: 20 to 200 steps, more if all together take less than 10 s.
+    For example: fallow check -- python train.py --steps 100
 
     Exits with 0 if the script is suitable, 65 if not, 70 if it fails by itself, 75 if it takes too long.
     """
@@ -93,25 +104,17 @@ def _train(
     )
 
 
-def _row(trial: Trial) -> list[str]:
-    cells = ["-"] * 5
-    if (report := trial.report) is not None:
-        samples = f"{report.samples.consumed}, {report.samples.lost} lost, {report.samples.duplicated} duplicated"
-        weights = (report.final_digest or "-")[:8]
-        cells = [report.status.value, str(report.steps), samples, number(report.final_loss), weights]
-    return [trial.name, *cells, f"{trial.seconds:.1f}"]
-
-
 def _show(result: Suitability) -> None:
     """Print the end of a failed script, a row for each training, and the verdict."""
     if (report := result.trials[-1].report) and report.traceback:
         click.echo(end_of_traceback(report))
-    columns = ("TRAINING", "STATUS", "STEPS", "SAMPLES", "LOSS", "WEIGHTS", "SECONDS")
-    show_table(columns, [_row(trial) for trial in result.trials])
+    show_items(COLUMNS, result.trials)
     for text in dict.fromkeys(text for trial in result.trials for text in trial.warnings):
         click.echo(clean(f"warning: {text}", 512))
     if result.advice is None:
-        click.echo("suitable: the result is the same, whoever trains")
+        is_exact = report is not None and report.reproducible
+        what = "final weights are the same, bit for bit," if is_exact else "final losses agree within 1 %"
+        click.echo(f"suitable: no sample was lost or used twice, and the {what} whoever trains")
     else:
         verdict = "undecided" if result.suitable is None else "not suitable"
         click.echo(clean(f"{verdict}: {result.trial}: {result.problem}") + f"\n  {result.advice}")

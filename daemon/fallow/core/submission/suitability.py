@@ -17,7 +17,7 @@ class Advice(StrEnum):
     MEND = "mend the script first"
     REFUSED = "docs/refused.md says for each such text what to write instead"
     SHORTER = "shorten the training by the script's options (20 to 200 steps); it must loop over run.updates()"
-    LONGER = "train more steps by the script's options, up to some 200: the changes take a few seconds"
+    LONGER = "train more steps by the script's options, until one member takes 10 s or more for all of them"
     SEED = "the script draws without a seed; call torch.manual_seed(0) before it makes the model and the data"
     STATE = "prepare all that training changes, and draw nothing by rank or process: docs/is-my-script-suitable.md"
 
@@ -41,7 +41,6 @@ class Suitability(Struct, frozen=True, kw_only=True):
     suitable: bool | None = True
     code: int = Exit.OK
     trial: str = ""
-    "name of the training with the problem"
     problem: str = ""
     advice: Advice | None = None
     trials: tuple[Trial, ...]
@@ -79,12 +78,11 @@ def _problem_of(trial: Trial, first: Trial) -> tuple[str, Advice | None]:
             return report.message, Advice.REFUSED
         is_own = trial is first
         return f"the script fails{' by itself' * is_own}: {report.message}", Advice.MEND if is_own else Advice.STATE
-    counts, usual = (f"{each.steps} steps, {each.samples.consumed} samples" for each in (report, reference))
+    counts, usual = _counts(report), _counts(reference)
     if trial.absence:
         return f"a node did not take part: {trial.absence}", Advice.REFUSED
-    lost, duplicated = report.samples.lost, report.samples.duplicated
-    if lost or duplicated or counts != usual:
-        return f"{counts} ({lost} lost, {duplicated} duplicated); undisturbed {usual}", Advice.STATE
+    if counts != usual or report.samples.lost or report.samples.duplicated:
+        return f"{counts}; undisturbed {usual}", Advice.STATE
     if report.steps < _LEAST_STEPS:
         return f"{counts}; changes of the membership need {_LEAST_STEPS} steps", Advice.LONGER
     is_exact = report.reproducible and None not in (report.final_digest, reference.final_digest)
@@ -97,3 +95,8 @@ def _problem_of(trial: Trial, first: Trial) -> tuple[str, Advice | None]:
     if trial.name == CHANGES and report.generations[-1].members != ["n2"]:
         return "the training ended before all changes had taken effect", Advice.LONGER
     return "", None
+
+
+def _counts(report: RunReport) -> str:
+    samples = report.samples
+    return f"{report.steps} steps, {samples.consumed} samples ({samples.lost} lost, {samples.duplicated} duplicated)"
