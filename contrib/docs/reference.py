@@ -66,7 +66,7 @@ Everything below is what `--help` prints. See also the [commands for runs](comma
 
 These commands need no cluster. Everything below is what `--help` prints. See also the [commands for runs](commands.md).
 """,
-        "local testbed demo simulate",
+        "local check testbed demo simulate",
     ),
 }
 """File name -> how the page begins, and the names of its commands."""

@@ -51,7 +51,7 @@ def local(
         raise FallowError(f"--report {report}: its folder does not exist; create it first", Exit.CANTCREAT)
     if restart and reproducible:
         raise FallowError("--reproducible is for scripts that call fallow.init; leave it or --restart out", Exit.USAGE)
-    argv = _argv(command, restart)
+    argv = agent_argv(command, restart)
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
     driver = Driver(
         folder,
@@ -73,7 +73,7 @@ def local(
     return _show_result(result, report, folder, as_json)
 
 
-def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
+def agent_argv(command: tuple[str, ...], restart: bool) -> list[str]:
     """The command that agents start. Raises FallowError if the program does not exist."""
     from fallow.agent.launch import under_torchrun, with_python
 

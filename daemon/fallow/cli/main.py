@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "submit": "fallow.cli.submit:submit",
     "run": "fallow.cli.run:run",
     "local": "fallow.cli.local:local",
+    "check": "fallow.cli.check:check",
     "daemon": "fallow.cli.start:daemon",
     "status": "fallow.cli.show:status",
     "events": "fallow.cli.follow:events",

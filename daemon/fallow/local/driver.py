@@ -48,7 +48,7 @@ class Driver:
         schedule: later changes of the membership, and failures.
         workers_per_node: workers of each member.
         max_members: most members at any time; None: the peak of the schedule.
-        output: file for the main member's output.
+        output: file for what the main member prints and agents say; None: this process's output and standard error.
         on_view: called with each new view of the run.
         environ: environment of all processes.
         name: name of the run; None: made from the command.
@@ -149,6 +149,7 @@ class Driver:
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._output,
+            stderr=self._output,
             env=self._environ,
             start_new_session=True,
         )
