@@ -48,7 +48,7 @@ def main() -> None:
                 hurry.touch()
             # Until the next change has taken effect.
             is_early = run.size == 2 and update.step < (STEPS // 2 if worker == "n0" else STEPS * 3 // 4)
-            end = time.monotonic() + (0.02 if is_early or update.step < STEPS // 4 else 0.3)
+            end = time.monotonic() + (0.02 if is_early or update.step < STEPS // 4 else 1.0)
             while not hurry.exists() and time.monotonic() < end:
                 time.sleep(0.02)
 

@@ -83,6 +83,7 @@ def test_the_walk_has_met_every_command_that_shows_what_the_head_says() -> None:
     # `submit` and `local` have tests of their own below, `top` in tests/tui.
     separately_tested = {
         "bugreport",
+        "check",
         "config",
         "submit",
         "run",
