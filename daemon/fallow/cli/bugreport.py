@@ -20,7 +20,7 @@ import click
 
 from fallow import __version__
 from fallow.cli import doctor
-from fallow.cli.common import ask, json_text, say
+from fallow.cli.common import ask, json_text, new_file, say
 from fallow.cli.config import settings, to_text
 from fallow.cli.show import newest_first
 from fallow.files import Paths, read_private
@@ -52,21 +52,13 @@ def bugreport(run: str | None, output: Path | None) -> None:
     """
     folder = f"fallow-bugreport-{time.strftime('%Y%m%d-%H%M%S')}"
     output = output or Path(f"{folder}.tar.gz")
-    try:
-        file = open(output, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (closed below)
-    except OSError as error:
-        text = f"{output}: cannot be made ({error.strerror}); name a new file in a folder of yours: --output FILE"
-        raise FallowError(text, Exit.CANTCREAT) from None
-    try:
+    with new_file(output, "--output", 0o600) as file:
         report = _collect(Paths.default(), run)
-        with file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        with tarfile.open(fileobj=file, mode="w:gz") as archive:
             report.write(archive, folder)
-    except BaseException:
-        output.unlink(missing_ok=True)
-        raise
-    click.echo(clean_block(f"{output} is written; only you can read it.\n\n{report.summary()}", 1 << 20))
     name = shlex.quote(str(output))
-    click.echo(f"\nRead it before you send it:\n  tar tzf {name}\n  tar xzOf {name} | less")
+    text = f"{output} is written; only you can read it.\n\n{report.summary()}\n\nRead it before you send it:"
+    click.echo(clean_block(f"{text}\n  tar tzf {name}\n  tar xzOf {name} | less", 1 << 20))
 
 
 class _Report:
