@@ -23,6 +23,7 @@ from fallow.cli import doctor
 from fallow.cli.common import ask, json_text, new_file, say
 from fallow.cli.config import settings, to_text
 from fallow.cli.show import newest_first
+from fallow.control.client import find_head
 from fallow.files import Paths, read_private
 from fallow.model import EventRecord, Exit, FallowError, RunReport, Snapshot
 from fallow.redaction import Redaction, secret_values
@@ -116,7 +117,7 @@ def _collect(paths: Paths, run: str | None) -> _Report:
     report.add("versions.json", _versions)
     report.add("config.toml", lambda: to_text(settings()))
     report.add("doctor.json", lambda: {"checks": doctor.examine()})
-    report.add("head.log", partial(_head_log, snapshot))
+    report.add("head.log", partial(_head_log, paths.head_file))
     if snapshot is not None:
         report.add("status.json", lambda: snapshot)
         report.add("events.json", partial(ask, "events", list[EventRecord], run=run, since=0, limit=1000))
@@ -164,11 +165,13 @@ def _output(*argv: str) -> str:
     return (process.stdout or process.stderr).decode(errors="replace").strip()
 
 
-def _head_log(snapshot: Snapshot | None) -> str:
+def _head_log(head_file: Path) -> str:
     """The end of the file that the head's standard error goes to, else of systemd's journal."""
-    file = Path(f"/proc/{snapshot.head.pid if snapshot else 'none'}/fd/2")
-    if file.is_file():
-        return _tail(file.resolve())
+    with contextlib.suppress(FallowError, OSError):
+        process = Path(f"/proc/{find_head(head_file).pid}")
+        # The head may be gone, and its number another program's.
+        if b"fallow" in (process / "cmdline").read_bytes() and (process / "fd/2").is_file():
+            return _tail((process / "fd/2").resolve())
     units = ("_SYSTEMD_USER_UNIT=fallow.service", "+", f"_SYSTEMD_UNIT=fallow@{user_name(os.getuid())}.service")
     text = _output("journalctl", "--quiet", "--no-pager", "--lines=1000", f"_UID={os.getuid()}", *units)
     if not text:

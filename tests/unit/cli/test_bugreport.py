@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import socket
+import subprocess
 import tarfile
 import threading
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 from command_line import Fallow
 from fallow.cli import bugreport, doctor
 from fallow.core.checks.site import Check, Level
-from fallow.files import Paths, write_private
-from fallow.model import Exit, FallowError
+from fallow.files import Paths, write_private, write_struct
+from fallow.model import Exit, FallowError, HeadFile
 from head_in_process import serving
 
 KEY = "0123456789abcdefghij.-:+=^!/*?&<>()[]{}@"
@@ -121,6 +123,29 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(
     result = fallow("bugreport", "x")
     assert (result.code, "no such run" in result.err) == (Exit.NOINPUT, True)
     assert not list(tmp_path.glob("*.tar.gz"))
+
+
+def test_a_head_that_does_not_answer_still_has_a_log(paths: Paths, tmp_path: Path, fallow: Fallow) -> None:
+    (tmp_path / "head.txt").write_text("it hangs\n")
+    paths.create()
+    with (tmp_path / "head.txt").open("a") as log:
+        head = subprocess.Popen(["sh", "-c", "read x # fallow daemon"], stdin=subprocess.PIPE, stderr=log)
+    with head:
+        about = HeadFile(
+            version="1",
+            host=socket.gethostname(),
+            pid=head.pid,
+            term=1,
+            endpoint="tcp://x:1",
+            public_key=KEY,
+            control=str(paths.control),
+            started_at=0.0,
+        )
+        write_struct(paths.head_file, about)
+        assert fallow("bugreport", "--output", "a.tar.gz").code == Exit.OK
+    assert contents(tmp_path / "a.tar.gz")["head.log"] == "it hangs\n"
+    result = fallow("bugreport", "--output", "b.tar.gz")
+    assert "head.log: " in result.out.partition("Left out:")[2]
 
 
 async def test_a_head_tells_of_its_runs(
