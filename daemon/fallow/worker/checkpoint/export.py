@@ -1,5 +1,6 @@
 """Turns a checkpoint into one file that plain torch or safetensors reads: `fallow export`."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -48,7 +49,8 @@ def write_file(state: dict[str, Any], file: Path) -> str:
         why = getattr(reason, "strerror", None) or f"{type(reason).__name__} {reason}"
         raise FallowError(f"{file} cannot be written: {why}", Exit.IOERR) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _write_torch(state: dict[str, Any], file: Path) -> str:
