@@ -144,7 +144,8 @@ def _find(paths: Paths, snapshot: Snapshot | None, run: str | None) -> tuple[lis
     keys: set[str] = set()
     for path in (paths.head_key, *(path for each in runs for path in paths.run(each).keys.glob("*.json"))):
         with contextlib.suppress(FallowError, OSError):
-            keys |= set(re.findall(r'[^\s"]{40}', read_private(path).decode(errors="replace")))  # CURVE's keys in Z85
+            # CURVE's keys in Z85: the whole file of the head, and fields of the others.
+            keys |= set(re.findall(r'(?:\A|key": ?")([^\s"]{40})', read_private(path).decode(errors="replace")))
     logs = [log for each in runs for log in newest(paths.run(each).logs.glob("*"), MOST_LOGS)]
     return runs, keys, logs + [log for each in runs if (log := paths.run(each).stand_in_log).exists()]
 

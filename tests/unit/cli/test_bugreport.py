@@ -20,6 +20,8 @@ from head_in_process import serving
 
 KEY = "0123456789abcdefghij.-:+=^!/*?&<>()[]{}@"
 "as long as a key of CURVE"
+PATH = "/projects/a-project-with-a-long-name/fallow/head.json"
+"""longer than a key, in the file of a run's keys"""
 
 
 @pytest.fixture
@@ -55,12 +57,12 @@ def contents(archive: Path) -> dict[str, str]:
 def test_no_secret_and_no_name_of_the_user_is_in_the_archive(paths: Paths, tmp_path: Path, fallow: Fallow) -> None:
     run = paths.create().run("alice-train-1").create()
     write_private(paths.head_key, KEY.encode())
-    write_private(run.keys / "alice-train-1.b0.json", json.dumps({"secret_key": KEY[::-1]}).encode())
+    write_private(run.keys / "alice-train-1.b0.json", json.dumps({"secret_key": KEY[::-1], "head_file": PATH}).encode())
     (tmp_path / "outside").write_text("key of somebody")
     (run.logs / "n1.log").symlink_to(tmp_path / "outside")
     run.stand_in_log.write_text(json.dumps({"event": "head.x", "key": KEY}) + "\n")
     run.log("n0").write_text(
-        f"wandb-secret {KEY[::-1]} HF_TOKEN=token-of-hub\n\x1b[31m{tmp_path}/home/alice/data\n"
+        f"wandb-secret {KEY[::-1]} HF_TOKEN=token-of-hub\n{PATH}\n\x1b[31m{tmp_path}/home/alice/data\n"
         f"-----BEGIN PRIVATE KEY-----\npem-lines\n-----END PRIVATE KEY-----\nloss 0.5 on gpu01\n"
     )
     result = fallow("bugreport", "--output", "a.tar.gz")
@@ -73,6 +75,7 @@ def test_no_secret_and_no_name_of_the_user_is_in_the_archive(paths: Paths, tmp_p
         assert secret not in everything
     assert "alice" not in everything and "key of somebody" not in everything and "\x1b" not in everything
     assert "loss 0.5 on gpu01" in files["runs/USER-train-1/logs/n0.log"]
+    assert PATH in files["runs/USER-train-1/logs/n0.log"]
     assert "~/data" in files["runs/USER-train-1/logs/n0.log"]
     assert json.loads(files["doctor.json"])["checks"][0]["found"] == "~/x is fine"
     assert "rediss://***@redis" in files["config.toml"]
