@@ -24,7 +24,7 @@ from fallow.cli.common import ask, json_text, new_file, say
 from fallow.cli.config import settings, to_text
 from fallow.cli.show import newest_first
 from fallow.control.client import find_head
-from fallow.files import Paths, read_private
+from fallow.files import Paths, RunPaths, read_private
 from fallow.model import EventRecord, Exit, FallowError, RunReport, Snapshot
 from fallow.redaction import Redaction, secret_values
 from fallow.slurm.state import user_name
@@ -137,17 +137,18 @@ def _find(paths: Paths, snapshot: Snapshot | None, run: str | None) -> tuple[lis
     if snapshot is not None:
         runs = [view.run for view in newest_first(snapshot.runs)[:MOST_RUNS]]
     else:
-        folders = (path for path in paths.runs.glob("[!.]*") if path.name.startswith(run or ""))
-        runs = [path.name for path in newest(folders, MOST_RUNS)]
+        matches = (path for path in paths.runs.glob("[!.]*") if path.name.startswith(run or ""))
+        runs = [path.name for path in newest(matches, MOST_RUNS)]
     if run is not None and not runs:
         raise FallowError(f"no folder in {paths.runs} begins with {run}; only a head knows other names of runs")
-    keys: set[str] = set()
-    for path in (paths.head_key, *(path for each in runs for path in paths.run(each).keys.glob("*.json"))):
+    # Not `Paths.run`, which refuses a folder of the user's that has an odd name.
+    folders, keys = [RunPaths(paths.runs / each) for each in runs], set[str]()
+    for path in (paths.head_key, *(path for each in folders for path in each.keys.glob("*.json"))):
         with contextlib.suppress(FallowError, OSError):
             # CURVE's keys in Z85: the whole file of the head, and fields of the others.
             keys |= set(re.findall(r'(?:\A|key": ?")([^\s"]{40})', read_private(path).decode(errors="replace")))
-    logs = [log for each in runs for log in newest(paths.run(each).logs.glob("*"), MOST_LOGS)]
-    return runs, keys, logs + [log for each in runs if (log := paths.run(each).stand_in_log).exists()]
+    logs = [log for each in folders for log in newest(each.logs.glob("*"), MOST_LOGS)]
+    return runs, keys, logs + [each.stand_in_log for each in folders if each.stand_in_log.exists()]
 
 
 def _versions() -> dict[str, str]:

@@ -88,7 +88,7 @@ def test_no_secret_and_no_name_of_the_user_is_in_the_archive(paths: Paths, tmp_p
 def test_only_the_end_of_a_log_is_taken(paths: Paths, tmp_path: Path, fallow: Fallow) -> None:
     log = paths.create().run("r1").create().log("n0")
     log.write_text("cut-off " * bugreport.MOST_BYTES + "\nthe end\n")
-    (paths.runs / "r2").mkdir()
+    (paths.runs / "r1 before the change").mkdir()
     assert fallow("bugreport", "r1", "--output", "a.tar.gz").code == Exit.OK
     assert contents(tmp_path / "a.tar.gz")["runs/r1/logs/n0.log"].strip() == "the end"
 
