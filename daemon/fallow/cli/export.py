@@ -59,12 +59,10 @@ def _checkpoints(run: str) -> list[tuple[int, Path]]:
         folder = Path(run)
         if os.path.exists(folder / MANIFEST):
             return [(read_manifest(folder)[0].step, folder)]
-        if not os.path.isdir(folder):
-            raise FallowError(f"{quote(run)}: no such folder", Exit.NOINPUT)
         paths = complete_checkpoints(folder)
         if not paths:
-            text = f"{quote(run)}: no checkpoint; name the folder checkpoints of a run, or one checkpoint in it"
-            raise FallowError(text, Exit.NOINPUT)
+            what = "no checkpoint; name the folder checkpoints of a run, or one checkpoint in it"
+            raise FallowError(f"{quote(run)}: {what if os.path.isdir(folder) else 'no such folder'}", Exit.NOINPUT)
         return [(int(path.name.rpartition("-s")[2]), path) for path in reversed(paths)]
     try:
         views = ask("status", Snapshot, run=run).runs[0].checkpoints

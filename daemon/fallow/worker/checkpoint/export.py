@@ -1,6 +1,5 @@
 """Turns a checkpoint into one file that plain torch or safetensors reads: `fallow export`."""
 
-import contextlib
 import errno
 import os
 from pathlib import Path
@@ -49,7 +48,7 @@ def write_file(state: dict[str, Any], file: Path) -> str:
         why = getattr(reason, "strerror", None) or f"{type(reason).__name__} {reason}"
         raise FallowError(f"{file} cannot be written: {why}", Exit.IOERR) from error
     finally:
-        with contextlib.suppress(OSError):
+        if os.path.lexists(temporary):  # never if its name is too long
             temporary.unlink()
 
 
