@@ -306,11 +306,9 @@ def _within_maxima(config: Config, explicit_values: Mapping[str, Mapping[str, An
 def _read(path: Path, must_exist: bool) -> dict[str, dict[str, Any]]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if must_exist:
             raise FallowError(f"{path}: no such file (FALLOW_CONFIG names it)", Exit.CONFIG) from None
-        return {}
-    except NotADirectoryError:
         return {}
     except OSError as error:
         raise FallowError(f"{path}: cannot be read ({error.strerror})", Exit.CONFIG) from error

@@ -33,7 +33,8 @@ _REMEDIES = {
     errno.ENOSPC: "make room on its file system",
     errno.EDQUOT: "make room within your quota",
     errno.EROFS: "its file system must be mounted for writing",
-    errno.ENOENT: "put the folder back",
+    errno.ENOENT: "make the folder, or put it back",
+    errno.ENOTDIR: "it must be a folder",
     errno.EACCES: "give yourself access to it",
 }
 

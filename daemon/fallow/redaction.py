@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 
 MASK = "***"
 _NAME = (
-    r"(?:pass(?:word|wd|phrase)|secret|credential|[_-]token(?![a-z_])|(?:api|access|private|auth)[_-]?key)[\w-]{0,64}"
+    r"(?:pass(?:word|wd|phrase)|secret|credential|[_-](?:token|pwd|jwt)(?![a-z_])|(?-i:_PASS)(?![a-z])|"
+    r"[?&](?:sig|token)|-signature|(?:api|access|private|auth)[_-]?key)[\w-]{0,64}"
 )
-_VARIABLE = re.compile(rf"(?i){_NAME}|pass$|_pwd$|token|key|auth(?!ority|_sock)|jwt")
+_QUOTE, _IS, _VALUE = r"(?:\\{0,8}[\"'])", r"[ \t]{0,8}[=:][ \t]{0,8}", r"[^\s\"',;&\\]+"
+_VARIABLE = re.compile(rf"(?i){_NAME}|pass$|token|key|auth(?!ority|_sock)|jwt")
 _IMPERSONAL = {"", "root", "fallow", "slurm"}
 """User names that name no person, and are words of our own texts."""
 
@@ -20,12 +22,13 @@ _SHAPES = [
     (r"(?s)-----BEGIN [A-Z0-9 ]{1,64}-----.*?(?:-----END [A-Z0-9 ]{1,64}-----|\Z)", MASK),
     (r"(?s)\A(?:(?!-----BEGIN).)*?-----END [A-Z0-9 ]{1,64}-----", MASK),  # the beginning of a log is cut off
     (r"(?<=://)(?:[^\s/\"'@:]{0,256}:[^\s\"']{0,512}|[^\s/\"'@]{1,512})@", f"{MASK}@"),
-    (r"(?i)(authorization\\{0,8}[\"']?[ \t]{0,8}[=:][ \t]{0,8}\\{0,8}[\"']?)[^\"'\r\n]+", rf"\1{MASK}"),
+    (rf"(?i)(authorization{_QUOTE}?{_IS}{_QUOTE}?)[^\"'\r\n]+", rf"\1{MASK}"),
     (r"(?i)(\bbearer )[\w.~+/=-]{8,}", rf"\1{MASK}"),
-    (r"\b(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|xox[a-z]-|AKIA|eyJ[\w-]{1,512}\.eyJ)[\w.-]{12,}", MASK),
-    (rf"(?i)({_NAME}" + r"\\{0,8}[\"']?[ \t]{0,8}[=:][ \t]{0,8}(\\{0,8}[\"']))[^\r\n]{0,1024}?\2", rf"\1{MASK}\2"),
-    (rf"(?i)({_NAME}" + r"[ \t]{0,8}[=:][ \t]{0,8})[^\s\"',;&\\]+", rf"\1{MASK}"),
-    (r"(?i)(--[\w-]{0,64}" + _NAME + r"[ \t]{1,8})[^\s\"',;&\\]+", rf"\1{MASK}"),
+    (r"\b(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|xox[a-z]-|AKIA|AIza|eyJ[\w-]{1,512}\.eyJ)[\w.-]{12,}", MASK),
+    (rf"(?i)({_NAME}{_QUOTE}?\]?{_IS}[bfru]?({_QUOTE}))[^\r\n]{{0,1024}}?\2", rf"\1{MASK}\2"),
+    (rf"(?i)({_NAME}{_IS}){_VALUE}", rf"\1{MASK}"),
+    # An option and its value: words of a line, or items of a list.
+    (rf"(?i)((?<![\w-])-[\w-]{{0,64}}{_NAME}(?:[ \t]{{1,8}}|{_QUOTE},\s{{0,64}}){_QUOTE}?){_VALUE}", rf"\1{MASK}"),
 ]
 """(pattern, replacement). Each repetition is bounded: a long line must not take minutes."""
 

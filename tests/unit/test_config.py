@@ -137,3 +137,10 @@ def test_what_the_administrators_allow_is_theirs_alone(tmp_path: Path) -> None:
 def test_an_empty_variable_names_no_file(tmp_path: Path) -> None:
     environ = {"FALLOW_CONFIG": "", "XDG_CONFIG_HOME": str(tmp_path)}
     assert load_config(environ, tmp_path / "system.toml") == Config()
+
+
+def test_a_file_that_was_named_must_exist_also_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FallowError, match=r"file/config\.toml: no such file"):
+        load(tmp_path, FALLOW_CONFIG=str(tmp_path / "file" / "config.toml"))
+    assert load_config({"XDG_CONFIG_HOME": str(tmp_path / "file")}, tmp_path / "system.toml") == Config()

@@ -20,10 +20,11 @@ import click
 
 from fallow import __version__
 from fallow.cli import doctor
-from fallow.cli.common import ask, json_text, say
+from fallow.cli.common import ask, json_text, new_file, say
 from fallow.cli.config import settings, to_text
 from fallow.cli.show import newest_first
-from fallow.files import Paths, read_private
+from fallow.control.client import find_head
+from fallow.files import Paths, RunPaths, read_private
 from fallow.model import EventRecord, Exit, FallowError, RunReport, Snapshot
 from fallow.redaction import Redaction, secret_values
 from fallow.slurm.state import user_name
@@ -52,21 +53,13 @@ def bugreport(run: str | None, output: Path | None) -> None:
     """
     folder = f"fallow-bugreport-{time.strftime('%Y%m%d-%H%M%S')}"
     output = output or Path(f"{folder}.tar.gz")
-    try:
-        file = open(output, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (closed below)
-    except OSError as error:
-        text = f"{output}: cannot be made ({error.strerror}); name a new file in a folder of yours: --output FILE"
-        raise FallowError(text, Exit.CANTCREAT) from None
-    try:
+    with new_file(output, "--output", 0o600) as file:
         report = _collect(Paths.default(), run)
-        with file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        with tarfile.open(fileobj=file, mode="w:gz") as archive:
             report.write(archive, folder)
-    except BaseException:
-        output.unlink(missing_ok=True)
-        raise
-    click.echo(clean_block(f"{output} is written; only you can read it.\n\n{report.summary()}", 1 << 20))
     name = shlex.quote(str(output))
-    click.echo(f"\nRead it before you send it:\n  tar tzf {name}\n  tar xzOf {name} | less")
+    text = f"{output} is written; only you can read it.\n\n{report.summary()}\n\nRead it before you send it:"
+    click.echo(clean_block(f"{text}\n  tar tzf {name}\n  tar xzOf {name} | less", 1 << 20))
 
 
 class _Report:
@@ -124,7 +117,7 @@ def _collect(paths: Paths, run: str | None) -> _Report:
     report.add("versions.json", _versions)
     report.add("config.toml", lambda: to_text(settings()))
     report.add("doctor.json", lambda: {"checks": doctor.examine()})
-    report.add("head.log", partial(_head_log, snapshot))
+    report.add("head.log", partial(_head_log, paths.head_file))
     if snapshot is not None:
         report.add("status.json", lambda: snapshot)
         report.add("events.json", partial(ask, "events", list[EventRecord], run=run, since=0, limit=1000))
@@ -144,16 +137,18 @@ def _find(paths: Paths, snapshot: Snapshot | None, run: str | None) -> tuple[lis
     if snapshot is not None:
         runs = [view.run for view in newest_first(snapshot.runs)[:MOST_RUNS]]
     else:
-        folders = (path for path in paths.runs.glob("[!.]*") if path.name.startswith(run or ""))
-        runs = [path.name for path in newest(folders, MOST_RUNS)]
+        matches = (path for path in paths.runs.glob("[!.]*") if path.name.startswith(run or ""))
+        runs = [path.name for path in newest(matches, MOST_RUNS)]
     if run is not None and not runs:
         raise FallowError(f"no folder in {paths.runs} begins with {run}; only a head knows other names of runs")
-    keys: set[str] = set()
-    for path in (paths.head_key, *(path for each in runs for path in paths.run(each).keys.glob("*.json"))):
+    # Not `Paths.run`, which refuses a folder of the user's that has an odd name.
+    folders, keys = [RunPaths(paths.runs / each) for each in runs], set[str]()
+    for path in (paths.head_key, *(path for each in folders for path in each.keys.glob("*.json"))):
         with contextlib.suppress(FallowError, OSError):
-            keys |= set(re.findall(r'[^\s"]{40}', read_private(path).decode(errors="replace")))  # CURVE's keys in Z85
-    logs = [log for each in runs for log in newest(paths.run(each).logs.glob("*"), MOST_LOGS)]
-    return runs, keys, logs + [log for each in runs if (log := paths.run(each).stand_in_log).exists()]
+            # CURVE's keys in Z85: the whole file of the head, and fields of the others.
+            keys |= set(re.findall(r'(?:\A|key": ?")([^\s"]{40})', read_private(path).decode(errors="replace")))
+    logs = [log for each in folders for log in newest(each.logs.glob("*"), MOST_LOGS)]
+    return runs, keys, logs + [each.stand_in_log for each in folders if each.stand_in_log.exists()]
 
 
 def _versions() -> dict[str, str]:
@@ -172,11 +167,13 @@ def _output(*argv: str) -> str:
     return (process.stdout or process.stderr).decode(errors="replace").strip()
 
 
-def _head_log(snapshot: Snapshot | None) -> str:
+def _head_log(head_file: Path) -> str:
     """The end of the file that the head's standard error goes to, else of systemd's journal."""
-    file = Path(f"/proc/{snapshot.head.pid if snapshot else 'none'}/fd/2")
-    if file.is_file():
-        return _tail(file.resolve())
+    with contextlib.suppress(FallowError, OSError):
+        process = Path(f"/proc/{find_head(head_file).pid}")
+        # The head may be gone, and its number another program's.
+        if b"fallow" in (process / "cmdline").read_bytes() and (process / "fd/2").is_file():
+            return _tail((process / "fd/2").resolve())
     units = ("_SYSTEMD_USER_UNIT=fallow.service", "+", f"_SYSTEMD_UNIT=fallow@{user_name(os.getuid())}.service")
     text = _output("journalctl", "--quiet", "--no-pager", "--lines=1000", f"_UID={os.getuid()}", *units)
     if not text:

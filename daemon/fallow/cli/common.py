@@ -3,13 +3,16 @@
 Tables have aligned columns. They are coloured on a terminal, and plain and uncut in a pipe.
 """
 
+import contextlib
+import os
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import click
 
@@ -103,6 +106,24 @@ def play_in(folder: Path, play: Coroutine[Any, Any, T]) -> T:
         raise click.exceptions.Exit(128 + signal.SIGTERM) from None
     except BaseException:
         say(f"logs are kept in {folder}")
+        raise
+
+
+@contextlib.contextmanager
+def new_file(path: Path, option: str, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Make the file that an option names, for writing. Whatever ends the writing early, such as Ctrl-C, removes it."""
+    try:
+        file = open(path, "xb", opener=partial(os.open, mode=mode))  # noqa: SIM115 (closed below)
+    except OSError as error:
+        text = f"{path}: cannot be made ({error.strerror}); name a new file in a folder of yours: {option} FILE"
+        raise FallowError(text, Exit.CANTCREAT) from None
+    try:
+        with file:
+            yield file
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise FallowError(f"{path}: cannot be written ({error.strerror})", Exit.IOERR) from error
         raise
 
 

@@ -53,7 +53,7 @@ def to_text(table: Settings) -> str:
     lines = [f"# {path}: {'read' if path.exists() else 'no such file'}" for path in (SYSTEM_FILE, user_file())]
     for section, keys in table.items():
         rows = [(_assignment(key, one["value"]), one["origin"]) for key, one in keys.items()]
-        width = max(len(text) for text, _ in rows if len(text) <= _MAX_PADDED)
+        width = max((len(text) for text, _ in rows if len(text) <= _MAX_PADDED), default=0)
         lines += ["", f"[{section}]", *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
     return "\n".join(clean(line, 1 << 20) for line in lines)
 

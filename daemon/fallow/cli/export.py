@@ -57,13 +57,20 @@ def _checkpoints(run: str) -> list[tuple[int, Path]]:
     """Steps and folders of the checkpoints of a run or in a folder, the preferred one first."""
     if "/" in run or run.startswith("."):
         folder = Path(run)
-        if (folder / MANIFEST).exists():
+        if os.path.exists(folder / MANIFEST):
             return [(read_manifest(folder)[0].step, folder)]
-        return [(int(path.name.rpartition("-s")[2]), path) for path in reversed(complete_checkpoints(folder))]
+        paths = complete_checkpoints(folder)
+        if not paths:
+            what = "no checkpoint; name the folder checkpoints of a run, or one checkpoint in it"
+            raise FallowError(f"{quote(run)}: {what if os.path.isdir(folder) else 'no such folder'}", Exit.NOINPUT)
+        return [(int(path.name.rpartition("-s")[2]), path) for path in reversed(paths)]
     try:
         views = ask("status", Snapshot, run=run).runs[0].checkpoints
     except FallowError as error:
-        advice = "; or give a folder instead of the run, by default runs/RUN/checkpoints in the state folder"
-        raise FallowError(error.message + advice * (error.code == Exit.UNAVAILABLE), error.code) from None
+        advice = (
+            "; or give a folder instead of the run, with a / in it: by default runs/RUN/checkpoints in the state folder"
+        )
+        text = error.message + advice * (error.code == Exit.UNAVAILABLE or os.path.isdir(run))
+        raise FallowError(text, error.code) from None
     ordered = sorted(views, key=lambda view: view.state is not CheckpointState.USABLE)
     return [(view.step, Path(view.path)) for view in ordered]

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import click
 
-from fallow.cli.common import ask, duration, json_option, moment, number, show_items, show_table, tell
+from fallow.cli.common import ask, duration, json_option, moment, new_file, number, show_items, show_table, tell
 from fallow.model import (
     AllocationView,
     CheckpointView,
@@ -112,11 +113,8 @@ def report(run: str, page: str | None, as_json: bool) -> None:
     if page == "-":
         sys.stdout.write(html)
         return
-    try:
-        with open(page, "x", encoding="utf-8") as file:
-            file.write(html)
-    except OSError as error:
-        raise FallowError(f"--html {page}: {error.strerror}; name another file", Exit.CANTCREAT) from None
+    with new_file(Path(page), "--html") as file:
+        file.write(html.encode())
 
 
 def show_runs(snapshot: Snapshot) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import socket
+import subprocess
 import tarfile
 import threading
 from pathlib import Path
@@ -12,12 +14,14 @@ import pytest
 from command_line import Fallow
 from fallow.cli import bugreport, doctor
 from fallow.core.checks.site import Check, Level
-from fallow.files import Paths, write_private
-from fallow.model import Exit, FallowError
+from fallow.files import Paths, write_private, write_struct
+from fallow.model import Exit, FallowError, HeadFile
 from head_in_process import serving
 
 KEY = "0123456789abcdefghij.-:+=^!/*?&<>()[]{}@"
 "as long as a key of CURVE"
+PATH = "/projects/a-project-with-a-long-name/fallow/head.json"
+"""longer than a key, in the file of a run's keys"""
 
 
 @pytest.fixture
@@ -53,12 +57,12 @@ def contents(archive: Path) -> dict[str, str]:
 def test_no_secret_and_no_name_of_the_user_is_in_the_archive(paths: Paths, tmp_path: Path, fallow: Fallow) -> None:
     run = paths.create().run("alice-train-1").create()
     write_private(paths.head_key, KEY.encode())
-    write_private(run.keys / "alice-train-1.b0.json", json.dumps({"secret_key": KEY[::-1]}).encode())
+    write_private(run.keys / "alice-train-1.b0.json", json.dumps({"secret_key": KEY[::-1], "head_file": PATH}).encode())
     (tmp_path / "outside").write_text("key of somebody")
     (run.logs / "n1.log").symlink_to(tmp_path / "outside")
     run.stand_in_log.write_text(json.dumps({"event": "head.x", "key": KEY}) + "\n")
     run.log("n0").write_text(
-        f"wandb-secret {KEY[::-1]} HF_TOKEN=token-of-hub\n\x1b[31m{tmp_path}/home/alice/data\n"
+        f"wandb-secret {KEY[::-1]} HF_TOKEN=token-of-hub\n{PATH}\n\x1b[31m{tmp_path}/home/alice/data\n"
         f"-----BEGIN PRIVATE KEY-----\npem-lines\n-----END PRIVATE KEY-----\nloss 0.5 on gpu01\n"
     )
     result = fallow("bugreport", "--output", "a.tar.gz")
@@ -71,6 +75,7 @@ def test_no_secret_and_no_name_of_the_user_is_in_the_archive(paths: Paths, tmp_p
         assert secret not in everything
     assert "alice" not in everything and "key of somebody" not in everything and "\x1b" not in everything
     assert "loss 0.5 on gpu01" in files["runs/USER-train-1/logs/n0.log"]
+    assert PATH in files["runs/USER-train-1/logs/n0.log"]
     assert "~/data" in files["runs/USER-train-1/logs/n0.log"]
     assert json.loads(files["doctor.json"])["checks"][0]["found"] == "~/x is fine"
     assert "rediss://***@redis" in files["config.toml"]
@@ -83,7 +88,7 @@ def test_no_secret_and_no_name_of_the_user_is_in_the_archive(paths: Paths, tmp_p
 def test_only_the_end_of_a_log_is_taken(paths: Paths, tmp_path: Path, fallow: Fallow) -> None:
     log = paths.create().run("r1").create().log("n0")
     log.write_text("cut-off " * bugreport.MOST_BYTES + "\nthe end\n")
-    (paths.runs / "r2").mkdir()
+    (paths.runs / "r1 before the change").mkdir()
     assert fallow("bugreport", "r1", "--output", "a.tar.gz").code == Exit.OK
     assert contents(tmp_path / "a.tar.gz")["runs/r1/logs/n0.log"].strip() == "the end"
 
@@ -121,6 +126,29 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(
     result = fallow("bugreport", "x")
     assert (result.code, "no such run" in result.err) == (Exit.NOINPUT, True)
     assert not list(tmp_path.glob("*.tar.gz"))
+
+
+def test_a_head_that_does_not_answer_still_has_a_log(paths: Paths, tmp_path: Path, fallow: Fallow) -> None:
+    (tmp_path / "head.txt").write_text("it hangs\n")
+    paths.create()
+    with (tmp_path / "head.txt").open("a") as log:
+        head = subprocess.Popen(["sh", "-c", "read x # fallow daemon"], stdin=subprocess.PIPE, stderr=log)
+    with head:
+        about = HeadFile(
+            version="1",
+            host=socket.gethostname(),
+            pid=head.pid,
+            term=1,
+            endpoint="tcp://x:1",
+            public_key=KEY,
+            control=str(paths.control),
+            started_at=0.0,
+        )
+        write_struct(paths.head_file, about)
+        assert fallow("bugreport", "--output", "a.tar.gz").code == Exit.OK
+    assert contents(tmp_path / "a.tar.gz")["head.log"] == "it hangs\n"
+    result = fallow("bugreport", "--output", "b.tar.gz")
+    assert "head.log: " in result.out.partition("Left out:")[2]
 
 
 async def test_a_head_tells_of_its_runs(

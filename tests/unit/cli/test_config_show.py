@@ -68,3 +68,11 @@ def test_a_wrong_configuration_and_a_wrong_section(files: tuple[Path, Path], fal
     assert (result.code, result.out) == (Exit.CONFIG, "")
     assert "did you mean harvest?" in result.err
     assert fallow("config", "show", "harvst").code == Exit.USAGE
+
+
+def test_a_section_of_long_settings_only(files: tuple[Path, Path], fallow: Fallow) -> None:
+    files[1].write_text(
+        f"[usage]\nnode_hour = {{{'n' * 40} = 1}}\ngpu_hour = {{{'g' * 40} = 1}}\ncurrency = '{'c' * 40}'\n"
+    )
+    result = fallow("config", "show", "usage")
+    assert (result.code, tomllib.loads(result.out)["usage"]["currency"]) == (Exit.OK, "c" * 40), result.err

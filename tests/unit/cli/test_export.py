@@ -221,10 +221,14 @@ def test_a_damaged_checkpoint_is_refused_and_others_are_named(
     [
         (["./checkpoints", "out.onnx"], Exit.USAGE, "must end in .pt, .pth or .safetensors"),
         (["./checkpoints", "old.pt"], Exit.CANTCREAT, "old.pt exists and is not replaced"),
-        (["./checkpoints", "none/out.pt"], Exit.CANTCREAT, "none: No such file or directory"),
+        (["./checkpoints", "none/out.pt"], Exit.CANTCREAT, "none: No such file or directory; make the folder"),
+        (["./checkpoints", "old.pt/out.pt"], Exit.CANTCREAT, "old.pt: Not a directory; it must be a folder"),
+        (["./checkpoints", f"{'out' * 90}.pt"], Exit.IOERR, ".pt cannot be written: File name too long"),
         (["./checkpoints", "out.pt", "--step", "5"], Exit.NOINPUT, "no checkpoint of step 5; choose from --step: 7, 6"),
-        (["./empty", "out.pt"], Exit.NOINPUT, "./empty: no checkpoint; while a run trains, `fallow checkpoint`"),
-        (["train", "out.pt"], Exit.UNAVAILABLE, "give a folder instead of the run"),
+        (["./empty", "out.pt"], Exit.NOINPUT, "./empty: no checkpoint; name the folder checkpoints of a run"),
+        (["./none", "out.pt"], Exit.NOINPUT, "./none: no such folder"),
+        (["./old.pt", "out.pt"], Exit.NOINPUT, "./old.pt: no such folder"),
+        (["train", "out.pt"], Exit.UNAVAILABLE, "give a folder instead of the run, with a / in it"),
     ],
 )
 def test_a_mistake_is_one_clear_line(
@@ -232,6 +236,7 @@ def test_a_mistake_is_one_clear_line(
 ) -> None:
     monkeypatch.setenv("FALLOW_STATE_DIR", str(folder.parent / "state"))
     Path("old.pt").write_text("old")
+    Path("empty").mkdir()
     result = fallow("export", *words)
     assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
     assert message in result.err
@@ -276,3 +281,7 @@ def test_the_heads_refusal_is_passed_on(folder: Path, fallow: Fallow, monkeypatc
     monkeypatch.setattr(export, "ask", ask)
     result = fallow("export", "x", "out.pt")
     assert (result.code, result.err) == (Exit.NOINPUT, "fallow: no run is called x\n")
+    Path("x").mkdir()
+    assert (
+        "no run is called x; or give a folder instead of the run, with a / in it" in fallow("export", "x", "a.pt").err
+    )

@@ -1,5 +1,6 @@
 """Output of `status`, `events`, `report` and `usage`."""
 
+import errno
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import views
 from command_line import Fallow
 from fallow.cli import follow, show
 from fallow.cli import usage as usage_command
-from fallow.cli.common import show_table
+from fallow.cli.common import new_file, show_table
 from fallow.cli.usage import first_day
 from fallow.model import (
     PRUNED,
@@ -22,6 +23,7 @@ from fallow.model import (
     DelayReport,
     EventRecord,
     Exit,
+    FallowError,
     GenerationReport,
     LimitView,
     NodeOwner,
@@ -156,10 +158,10 @@ def test_a_report_as_a_page(fallow: Fallow, head: list[tuple[str, dict[str, Any]
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["report.html"], Exit.CANTCREAT, "--html report.html: File exists; name another file"),
-        (["."], Exit.CANTCREAT, "--html .: File exists; name another file"),
-        (["none/report.html"], Exit.CANTCREAT, "--html none/report.html: No such file or directory; name another file"),
-        ([""], Exit.CANTCREAT, "--html : No such file or directory; name another file"),
+        (["report.html"], Exit.CANTCREAT, "report.html: cannot be made (File exists); name a new file"),
+        (["."], Exit.CANTCREAT, ".: cannot be made (File exists); name a new file"),
+        (["none/report.html"], Exit.CANTCREAT, "none/report.html: cannot be made (No such file or directory)"),
+        ([""], Exit.CANTCREAT, ".: cannot be made (File exists)"),
         (["new.html", "--json"], Exit.USAGE, "give one of them"),
     ],
 )
@@ -171,6 +173,19 @@ def test_a_page_that_is_not_written(
     result = fallow("report", "r1", "--html", *words)
     assert (result.code, text in result.err + result.out) == (code, True)
     assert ([file.name for file in tmp_path.iterdir()], Path("report.html").read_text()) == (["report.html"], "mine")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_half_written_file_is_removed(error: BaseException, tmp_path: Path) -> None:
+    def write() -> None:
+        with new_file(tmp_path / "a.html", "--html") as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises((FallowError, KeyboardInterrupt)) as raised:
+        write()
+    text = "" if raised.type is KeyboardInterrupt else f"{tmp_path}/a.html: cannot be written (No space left on device)"
+    assert (str(raised.value), list(tmp_path.iterdir())) == (text, [])
 
 
 def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:

@@ -48,7 +48,8 @@ def write_file(state: dict[str, Any], file: Path) -> str:
         why = getattr(reason, "strerror", None) or f"{type(reason).__name__} {reason}"
         raise FallowError(f"{file} cannot be written: {why}", Exit.IOERR) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if os.path.lexists(temporary):  # never if its name is too long
+            temporary.unlink()
 
 
 def _write_torch(state: dict[str, Any], file: Path) -> str:

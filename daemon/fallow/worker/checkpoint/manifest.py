@@ -168,7 +168,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the folders of all complete checkpoints below `folder`, oldest first."""
     try:
         return sorted(path for path in folder.iterdir() if _NAME.match(path.name))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
