@@ -208,7 +208,7 @@ def _fault(workers: Sequence[Facts]) -> Fault | None:
     first = max(faulty, key=attrgetter("fault_s"), default=None)
     if first is None or any(worker.cut_off_s > max(0.0, first.fault_s - AT_ONCE_S) for worker in workers):
         return None
-    others_live = any(worker.pid and worker.status.fault is None for worker in workers)
+    others_live = any(worker.mute_s > 0.0 and worker.status.fault is None for worker in workers)
     return None if others_live and first.fault_s < AT_ONCE_S else first.status.fault
 
 

@@ -136,9 +136,9 @@ def test_what_came_first_is_the_nodes_fault_and_not_what_follows_from_it(slots: 
     assert first_of(Facts(Status(fault=first), fault_s=1.5), Facts(Status(), cut_off_s=1.0)) == first
     assert first_of(Facts(Status(), cut_off_s=1.5), late) is None
     assert first_of(Facts(Status(), cut_off_s=0.99), late) is None, "the kernel closes one connection after the other"
-    assert first_of(Facts(Status(), pid=7), late) == second
+    assert first_of(Facts(Status(), mute_s=7.0), late) == second
     new = Facts(Status(fault=second), fault_s=0.05)
-    assert first_of(Facts(Status(), pid=7), new) is None, "it may be dying"
+    assert first_of(Facts(Status(), mute_s=7.0), new) is None, "it may be dying"
     assert first_of(Facts(Status()), new) == second, "it has ended"
 
 
