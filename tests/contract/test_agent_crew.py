@@ -40,6 +40,7 @@ class Rig:
     def __init__(self, folder: Path, code: str, slots: int, program: str = sys.executable, told: str = "") -> None:
         self.paths = RunPaths(folder / "run").create()
         self.changes, self.gathers, self.has_ended = 0, list[Gather](), False
+        self.at_change: Callable[[], object] = lambda: None
         launch = Launch(
             run="r1", command=[program, "-u", "-c", code], environ=os.environ, host="h", job_id="1", slots=slots,
             devices=Devices({}, amd=False), address="127.0.0.1", entry="127.0.0.1",
@@ -58,6 +59,7 @@ class Rig:
 
     def _change(self) -> None:
         self.changes += 1
+        self.at_change()
 
     def _note_end(self) -> None:
         assert not self.has_ended, "told once"
@@ -339,6 +341,15 @@ async def test_the_worker_that_ends_first_tells_the_reason_and_not_what_its_end_
         assert (ended.code, ended.signal) == (None, signal.SIGKILL)
         assert ended.report is not None and ended.report.fault is None
         assert gone(other)
+
+
+async def test_a_fault_that_waits_for_what_the_other_worker_does_is_told_soon(tmp_path: Path) -> None:
+    faults: list[Fault | None] = []
+    async with working(tmp_path) as rig:
+        await rig.works(1)
+        rig.at_change = lambda: faults.append(rig.report().fault)
+        rig.order("if slot == 0: say(fault=Fault(code=3, message='no'))")
+        await until(lambda: faults[-1:] == [Fault(code=3, message="no")])
 
 
 @pytest.mark.parametrize("slot", [0, 1])

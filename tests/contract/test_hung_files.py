@@ -23,7 +23,7 @@ from fallow.threads import FILES_S, SCAN_S, FileCalls
 from head_in_process import HungFiles, Serving, serving
 from scripted_slurm import ScriptedSlurm
 from talk import hello
-from waiting import until
+from waiting import WITHIN_S, until
 
 HANGS = "its file system does not answer; try again when it answers"
 NODES = ("n1", "n2")
@@ -163,6 +163,7 @@ async def test_a_run_ends_though_its_report_cannot_be_written_and_waits_for_it_f
 async def test_a_head_that_stops_first_writes_a_report_and_tells_agents_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fallow.head.app.REPORT_S", 60.0)
     async with serving(tmp_path) as head:
         made, sent = await head.create(local=False), sent_by(head, monkeypatch)
         agent = Agent(head, made, sent)
@@ -208,7 +209,7 @@ async def test_a_count_of_samples_has_a_deadline_of_its_own(
     may_end = threading.Event()
 
     def count(*_: object) -> SampleReport:
-        may_end.wait(60)
+        may_end.wait(600)
         return SampleReport(consumed=64, lost=0, duplicated=0)
 
     async with serving(tmp_path) as head:
@@ -224,7 +225,9 @@ async def test_a_count_of_samples_has_a_deadline_of_its_own(
         params = {"runs": [run]} if method == "prune" else {"run": run}
         for module in ("handler", "pruning"):
             monkeypatch.setattr(f"fallow.head.api.{module}.COUNT_S", 0.1)
-        async with asyncio.timeout(0.8 * FILES_S):
+        monkeypatch.setattr("fallow.head.api.handler.FILES_S", 600.0)
+        monkeypatch.setattr("fallow.head.api.pruning.SCAN_S", 600.0)
+        async with asyncio.timeout(WITHIN_S):
             await fails(head, HANGS, method, **params)
             assert (await head.call("report", run=run, count=False))["samples"]["consumed"] == 0
         for module in ("handler", "pruning"):

@@ -434,7 +434,7 @@ async def test_a_folder_that_hangs_is_named_and_the_loop_does_not_use_it(
 async def test_a_folder_of_path_that_hangs_is_named(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(server_module, "FILES_S", 0.1)
-    monkeypatch.setattr(server_module, "find_server", lambda: answers.wait(10))
+    monkeypatch.setattr(server_module, "find_server", lambda: answers.wait(60))
     with pytest.raises(FallowError, match=r"^a folder of PATH: its file system does not answer"):
         await RedisServer(paths).start()
     answers.set()

@@ -200,12 +200,16 @@ def _finish(workers: Sequence[Facts]) -> Finish | None:
 
 
 def _fault(workers: Sequence[Facts]) -> Fault | None:
-    """First fault; None if a worker was cut off before: the joint calls of the others fail because of that."""
+    """First fault; None if a worker was cut off before, since the joint calls of the others fail because of that.
+
+    A new fault waits for `AT_ONCE_S` seconds, or for the end of the other workers: one of them may be dying.
+    """
     faulty = [worker for worker in workers if worker.status.fault is not None]
     first = max(faulty, key=attrgetter("fault_s"), default=None)
     if first is None or any(worker.cut_off_s > max(0.0, first.fault_s - AT_ONCE_S) for worker in workers):
         return None
-    return first.status.fault
+    others_live = any(worker.mute_s > 0.0 and worker.status.fault is None for worker in workers)
+    return None if others_live and first.fault_s < AT_ONCE_S else first.status.fault
 
 
 def _waits_in_vain(worker: Facts) -> bool:

@@ -1,5 +1,6 @@
 """The agent's view of one worker: its process, the channel to it, its output and its last status."""
 
+import asyncio
 import logging
 import math
 import socket
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fallow.agent.launch import Launch
-from fallow.agent.merge import Facts
+from fallow.agent.merge import AT_ONCE_S, Facts
 from fallow.agent.output import Pump
 from fallow.agent.process import WorkerProcess
 from fallow.core.protocol import FromWorker, Part, Start, Status
@@ -83,8 +84,9 @@ class Worker:
         match message:
             case Status():
                 self._status, self._status_at = message, time.monotonic()
-                if message.fault is not None:
-                    self._fault_at = min(self._fault_at, self._status_at)
+                if message.fault is not None and self._fault_at == math.inf:
+                    self._fault_at = self._status_at
+                    asyncio.get_running_loop().call_later(AT_ONCE_S, self._on_change)  # until then it may wait
                 self._on_change()
             case Part():
                 self._on_part(message)

@@ -68,7 +68,9 @@ STATUS = st.builds(
     healed=COUNT,
     unrecorded=st.none() | COUNT,
 )  # fmt: skip
-FACTS = st.builds(Facts, status=STATUS, age_s=SECONDS, stopped_s=SECONDS, mute_s=SECONDS, pid=COUNT)
+FACTS = st.builds(
+    Facts, status=STATUS, age_s=SECONDS, stopped_s=SECONDS, mute_s=SECONDS, fault_s=st.just(1.0), pid=COUNT
+)
 NODE = st.lists(FACTS, min_size=1, max_size=4)
 
 
@@ -134,7 +136,10 @@ def test_what_came_first_is_the_nodes_fault_and_not_what_follows_from_it(slots: 
     assert first_of(Facts(Status(fault=first), fault_s=1.5), Facts(Status(), cut_off_s=1.0)) == first
     assert first_of(Facts(Status(), cut_off_s=1.5), late) is None
     assert first_of(Facts(Status(), cut_off_s=0.99), late) is None, "the kernel closes one connection after the other"
-    assert first_of(Facts(Status()), late) == second
+    assert first_of(Facts(Status(), mute_s=7.0), late) == second
+    new = Facts(Status(fault=second), fault_s=0.05)
+    assert first_of(Facts(Status(), mute_s=7.0), new) is None, "it may be dying"
+    assert first_of(Facts(Status()), new) == second, "it has ended"
 
 
 def test_workers_that_differ_do_not_pass_for_alike() -> None:

@@ -7,7 +7,10 @@ import socket
 import subprocess
 import tarfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +19,20 @@ from fallow.cli import bugreport, doctor
 from fallow.core.checks.site import Check, Level
 from fallow.files import Paths, write_private, write_struct
 from fallow.model import Exit, FallowError, HeadFile
+from fallow.threads import in_thread
 from head_in_process import serving
+from waiting import wait_for
 
 KEY = "0123456789abcdefghij.-:+=^!/*?&<>()[]{}@"
 "as long as a key of CURVE"
 PATH = "/projects/a-project-with-a-long-name/fallow/head.json"
 """longer than a key, in the file of a run's keys"""
+OWN_PATH = os.environ["PATH"]
 
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
-    """A user `alice` with secrets in the environment, in a folder where no head runs."""
+    """A user `alice` with secrets in the environment, in a folder without a head. Nobody reads this host's journal."""
     home = tmp_path / "home" / "alice"
     home.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -35,6 +41,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
     for name, value in {
         "HOME": str(home),
         "USER": "alice",
+        "PATH": str(home),
         "FALLOW_STATE_DIR": str(tmp_path / "state"),
         "XDG_RUNTIME_DIR": str(tmp_path / "run"),
         "XDG_CONFIG_HOME": str(home / ".config"),
@@ -96,8 +103,21 @@ def test_only_the_end_of_a_log_is_taken(paths: Paths, tmp_path: Path, fallow: Fa
 def test_a_part_that_fails_or_hangs_is_left_out(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
-    answer = threading.Event()
-    monkeypatch.setattr(doctor, "examine", answer.wait)
+    hangs, answer = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        answer.wait()
+
+    def start(call: Callable[[], Any], name: str) -> Future[Any]:
+        """Whatever does not hang has ended, so that no busy machine makes it late."""
+        future = in_thread(call, name)
+        wait_for("it ends or hangs", lambda: future.done() or hangs.is_set())
+        hangs.clear()
+        return future
+
+    monkeypatch.setattr(bugreport, "in_thread", start)
+    monkeypatch.setattr(doctor, "examine", hang)
     monkeypatch.setattr(bugreport, "find_server", lambda: 1 / 0)
     monkeypatch.setattr(bugreport, "PART_S", 0.5)
     monkeypatch.setenv("FALLOW_HARVST__NICE", "1")
@@ -132,7 +152,7 @@ def test_a_head_that_does_not_answer_still_has_a_log(paths: Paths, tmp_path: Pat
     (tmp_path / "head.txt").write_text("it hangs\n")
     paths.create()
     with (tmp_path / "head.txt").open("a") as log:
-        head = subprocess.Popen(["sh", "-c", "read x # fallow daemon"], stdin=subprocess.PIPE, stderr=log)
+        head = subprocess.Popen(["/bin/sh", "-c", "read x # fallow daemon"], stdin=subprocess.PIPE, stderr=log)
     with head:
         about = HeadFile(
             version="1",
@@ -155,6 +175,7 @@ async def test_a_head_tells_of_its_runs(
     paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
     monkeypatch.delenv("FALLOW_HEAD__REDIS_URL")
+    monkeypatch.setenv("PATH", OWN_PATH)
     async with serving(tmp_path) as head:
         new = await head.create("train")
         await head.create("other")

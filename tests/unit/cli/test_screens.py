@@ -30,8 +30,9 @@ def hostile(kind: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head with hostile text in all its answers."""
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head with hostile text in all its answers, and a folder in which files can be made."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fallow.control.client.call", lambda file, method, type_=Any, **params: hostile(type_))
     monkeypatch.setattr(doctor, "examine", lambda: [Check(EVIL, Level.OK, EVIL, EVIL)])
 

@@ -24,6 +24,7 @@ from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClien
 from fallow.slurm.process import run
 from fallow.slurm.state import cluster_state, user_name
 from scripted_slurm import ScriptedSlurm
+from waiting import until
 
 REQUEST = JobRequest(token="fallow-r-h1", options=["--time=5"], script="#!/bin/sh\nexit 0\n", cwd="/")
 
@@ -89,7 +90,7 @@ async def test_a_folder_of_path_that_hangs_costs_calls_of_slurm_only(monkeypatch
 
     def hang(name: str) -> None:
         threads.append(threading.current_thread())
-        answers.wait(10)
+        answers.wait(60)
 
     with monkeypatch.context() as patch:
         patch.setattr("fallow.slurm.process.shutil.which", hang)
@@ -97,8 +98,9 @@ async def test_a_folder_of_path_that_hangs_costs_calls_of_slurm_only(monkeypatch
         for _ in range(3):
             with pytest.raises(SlurmUnavailable, match=r"scancel .*a folder of PATH does not answer\); try again"):
                 await CliClient().cancel(["7"])
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+        await until(lambda: threads)
     answers.set()
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(OSError):
