@@ -111,6 +111,8 @@ class HungFiles:
         self.used_by_loop: list[str] = []
         self.calls: set[threading.Thread] = set()
         "threads of `FileCalls` that wait"
+        self.places: list[str] = []
+        "of calls that have begun, by who has counted them"
         self._folders = tuple(f"{folder}/" for folder in folders)
         self._answers = threading.Event()
 
